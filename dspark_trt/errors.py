@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error a user can cause. Each message says what is wrong, the value seen, what was expected
+and, where one exists, the command that mends it.
+"""
+
+
+class DSparkError(Exception):
+    """Base of all errors this package raises on purpose; the CLI turns it into exit code 2."""
+
+
+class CheckpointError(DSparkError):
+    """A checkpoint cannot be read, contradicts itself, or does not fit its partner."""
+
+
+class BundleError(DSparkError):
+    """A bundle is incomplete, changed, foreign, or written for another version."""
+
+
+class ExportError(DSparkError):
+    """A graph cannot be exported as asked."""
+
+
+class BuildError(DSparkError):
+    """An engine cannot be built as asked."""
+
+
+class BackendError(DSparkError):
+    """A backend is missing, refuses a graph, or failed while running one."""
+
+
+class RequestError(DSparkError):
+    """A request asks for something that this model, bundle or engine cannot do."""
+
+
+class CapacityError(RequestError):
+    """A sequence, batch or budget is larger than what was allocated or exported."""
+
+
+class MissingContextError(RequestError):
+    """A proposal would attend to context rows that were never appended."""
+
+
+class NonFiniteError(RequestError):
+    """Logits of one request contain NaN, or no token is allowed at some position."""
+
+
+class TableError(DSparkError):
+    """A cost table, calibration or trace file is degenerate, foreign, or malformed."""
