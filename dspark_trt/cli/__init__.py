@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line: one command a file; upper layers are imported inside the command functions."""
+
+import sys
+
+import typer
+
+from dspark_trt.cli.output import err_console
+from dspark_trt.errors import DSparkError
+
+# Command name -> module of dspark_trt.cli; modules stay light so that --help is quick.
+_COMMANDS = {
+    "inspect": "inspect",
+}
+
+
+def build_app() -> typer.Typer:
+    from importlib import import_module
+
+    app = typer.Typer(
+        name="dspark-trt",
+        help="Deploy DSpark speculative decoding: export, check, run.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name, module in _COMMANDS.items():
+        app.command(name)(import_module(f"dspark_trt.cli.{module}").command)
+    return app
+
+
+def _root() -> None:
+    """Deploy DSpark speculative decoding: export, check, run."""
+
+
+def main() -> None:
+    """Entry point: exit code 0 done, 1 a check failed, 2 bad input."""
+    try:
+        build_app()()
+    except DSparkError as error:
+        err_console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(1)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands print: JSON alone on stdout, tables and progress for people."""
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+console = Console()
+err_console = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document to stdout, nothing else."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
