@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block and its context: how many slots, what each predicts, the mask token, the tapped layers.
+
+These are the conventions in which formats differ silently (slot and layer shifts give an accepted
+length of 1 and no error), so each is decided from the format, noted, and can be overridden.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dspark_trt.checkpoint.dialects import MODEL_OPTIMIZER, SPECULATORS, ZLAB_DFLASH, Dialect
+from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.records import DraftOverrides, Notes
+from dspark_trt.config import DecoderConfig, SlotSemantics
+
+UNKNOWN_DEPTH = 0  # num_target_layers where the format does not record it; the target tells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    slots: int
+    semantics: SlotSemantics
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+
+
+def read_block(
+    fields: Fields,
+    dialect: Dialect,
+    decoder: DecoderConfig,
+    overrides: DraftOverrides,
+    notes: Notes,
+) -> Block:
+    """Everything about the block in one place.
+
+    Raises:
+        CheckpointError: a missing, contradictory or out-of-range setting.
+    """
+    semantics = _slot_semantics(fields, dialect, overrides, notes)
+    slots = _slots(fields, semantics, overrides, notes)
+    depth = _depth(fields, dialect, notes)
+    return Block(
+        slots=slots,
+        semantics=semantics,
+        mask_token_id=_mask_token(fields, decoder, overrides, notes),
+        target_layer_ids=_target_layers(fields, dialect, decoder, depth, notes),
+        num_target_layers=depth,
+    )
+
+
+def layer_id_fault(ids: tuple[int, ...], num_target_layers: int) -> str | None:
+    """What is wrong with tapped layers of a target this deep, or None.
+
+    The last layer is refused: the reference's ``hidden_states[-1]`` is its output *after* the final
+    norm, so no drafter was trained on the plain one.
+    """
+    low, high = -1, num_target_layers - 2
+    if not ids:
+        return "is empty"
+    if any(left >= right for left, right in pairwise(ids)):
+        return "is not strictly increasing"
+    if ids[-1] == num_target_layers - 1:
+        return f"taps the last of {num_target_layers} layers, whose output no drafter was trained on"
+    if ids[0] < low or (num_target_layers != UNKNOWN_DEPTH and ids[-1] > high):
+        return f"must lie in {low}..{high} for a target of {num_target_layers} layers (-1: embeddings)"
+    return None
+
+
+def _slot_semantics(
+    fields: Fields, dialect: Dialect, overrides: DraftOverrides, notes: Notes
+) -> SlotSemantics:
+    semantics, reason = _slots_of_format(fields, dialect, notes)
+    if overrides.slot_semantics is not None and overrides.slot_semantics is not semantics:
+        notes.warn(
+            f"slots are read as {overrides.slot_semantics} as asked; {reason} says {semantics}"
+        )
+        semantics, reason = (
+            overrides.slot_semantics,
+            f"asked for; {reason} says {semantics.value}",
+        )
+    notes.decide("slot_semantics", semantics.value, reason)
+    return semantics
+
+
+def _slots_of_format(
+    fields: Fields, dialect: Dialect, notes: Notes
+) -> tuple[SlotSemantics, str]:
+    key = {SPECULATORS.name: "sample_from_anchor", MODEL_OPTIMIZER.name: "shift_label"}.get(
+        dialect.name
+    )
+    if key is None:
+        in_place = dialect is ZLAB_DFLASH
+        default = SlotSemantics.IN_PLACE if in_place else SlotSemantics.ANCHOR_FIRST
+        return (
+            default,
+            f"the {dialect.name} format trains {'masks only' if in_place else 'every slot'}",
+        )
+    setting = fields.flag(key)
+    if setting is not None:
+        first = SlotSemantics.ANCHOR_FIRST if setting.value else SlotSemantics.IN_PLACE
+        return first, f"{setting.where} is {str(setting.value).lower()}"
+    # Files written before the key existed: slot 0 untrained in speculators
+    # (vllm-project/speculators#760); Model-Optimizer trains DSpark heads with shifted labels.
+    dspark = fields.find("markov_rank") is not None
+    anchor_first = dialect is MODEL_OPTIMIZER and dspark
+    default = SlotSemantics.ANCHOR_FIRST if anchor_first else SlotSemantics.IN_PLACE
+    if dspark:
+        notes.warn(
+            f"{key} is absent: slots are read as {default.value}; if the accepted length is 1, "
+            f"read it again with --{'no-' * anchor_first}sample-from-anchor"
+        )
+    return default, f"{key} is absent; default of the {dialect.name} format"
+
+
+def _slots(
+    fields: Fields, semantics: SlotSemantics, overrides: DraftOverrides, notes: Notes
+) -> int:
+    """Backbone inputs a round. Files count slots, also where slot 0 proposes nothing."""
+    block = fields.require("block_size", fields.integer("block_size"))
+    discarded = int(semantics is SlotSemantics.IN_PLACE)
+    trained = block.value - discarded
+    if trained < 1:
+        raise fields.error(f"{block.where} is {block.value}, which proposes no token")
+    gamma = trained if overrides.gamma is None else overrides.gamma
+    if not 1 <= gamma <= trained:
+        raise fields.error(
+            f"gamma {gamma} was asked for, but {block.where} is {block.value}: this checkpoint "
+            f"proposes 1 to {trained} tokens"
+        )
+    if gamma < trained:
+        notes.warn(
+            f"gamma is {gamma} instead of the trained {trained}: block slots see each other, so "
+            "the proposals are not a prefix of the full ones"
+        )
+    asked = "" if gamma == trained else f", {gamma} asked for"
+    notes.decide("gamma", gamma, f"{block.where} is {block.value}{asked}")
+    notes.decide("block_slots", gamma + discarded, f"{discarded} of them discarded")
+    return gamma + discarded
+
+
+def _mask_token(
+    fields: Fields, decoder: DecoderConfig, overrides: DraftOverrides, notes: Notes
+) -> int:
+    said = fields.integer("mask_token_id")
+    if overrides.mask_token_id is not None:
+        if said is not None and said.value != overrides.mask_token_id:
+            notes.warn(
+                f"mask token {overrides.mask_token_id} as asked; {said.where} says {said.value}"
+            )
+        mask, where = overrides.mask_token_id, "asked for"
+    elif said is not None:
+        mask, where = said.value, said.where
+    else:
+        raise fields.error("mask_token_id is missing: give it with --mask-token-id")
+    if not 0 <= mask < decoder.vocab_size:
+        raise fields.error(
+            f"mask_token_id {mask} ({where}) is outside the embedding of {decoder.vocab_size} rows"
+        )
+    notes.decide("mask_token_id", mask, where)
+    return mask
+
+
+def _depth(fields: Fields, dialect: Dialect, notes: Notes) -> int:
+    depth = fields.integer("num_target_layers")
+    if depth is not None:
+        if depth.value < 1:
+            raise fields.error(f"{depth.where} is {depth.value}, expected at least 1")
+        notes.decide("num_target_layers", depth.value, depth.where)
+        return depth.value
+    if dialect not in (SPECULATORS, MODEL_OPTIMIZER):
+        raise fields.error("num_target_layers is missing")
+    notes.decide("num_target_layers", None, "not recorded; the target's depth will be taken")
+    return UNKNOWN_DEPTH
+
+
+def _target_layers(
+    fields: Fields, dialect: Dialect, decoder: DecoderConfig, depth: int, notes: Notes
+) -> tuple[int, ...]:
+    key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
+    setting = fields.integers(key)
+    if setting is None and dialect is ZLAB_DFLASH:
+        ids = _evenly_spaced(decoder.num_layers, depth)
+        notes.decide(
+            "target_layer_ids", list(ids), "target_layer_ids is absent; the format's default"
+        )
+        return ids
+    setting = fields.require(key, setting)
+    # speculators counts hidden states, of which number 0 is the embedding output.
+    shift = int(dialect is SPECULATORS)
+    ids = tuple(layer - shift for layer in setting.value)
+    if fault := layer_id_fault(ids, depth):
+        raise fields.error(f"{setting.where} {setting.value} {fault}")
+    reason = f"{setting.where} {setting.value} less 1" if shift else setting.where
+    notes.decide(
+        "target_layer_ids", list(ids), f"{reason}; id i is the output of decoder layer i"
+    )
+    return ids
+
+
+def _evenly_spaced(num_draft_layers: int, depth: int) -> tuple[int, ...]:
+    """z-lab's default taps: as many as draft layers, evenly over target layers 1 to depth - 3."""
+    if num_draft_layers == 1:
+        return (depth // 2,)
+    step = (depth - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + index * step) for index in range(num_draft_layers))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder that drafters and targets share: its dimensions from config.json, its tensors from them.
+
+Settings that would change the mathematics and that the modules lack are refused here by name.
+"""
+
+from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.rope import rope_from_fields
+from dspark_trt.config import DecoderConfig
+
+Shape = tuple[int, ...]
+
+_NEUTRAL = {  # setting -> the value that leaves the decoder as the modules compute it
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "causal": False,  # a drafter's block is bidirectional
+}
+
+
+def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
+    """The dimensions in a config.json.
+
+    Raises:
+        CheckpointError: a key is missing, has the wrong type, or asks for what the modules lack.
+    """
+    _refuse_unsupported(fields)
+    hidden = fields.required_integer("hidden_size")
+    heads = fields.required_integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads")
+    head_dim = fields.integer("head_dim")
+    bias = fields.flag("attention_bias")
+    if heads < 1 or (head_dim is None and hidden % heads):
+        raise fields.error(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
+    try:
+        return DecoderConfig(
+            hidden_size=hidden,
+            intermediate_size=fields.required_integer("intermediate_size"),
+            num_layers=fields.required_integer("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads.value if kv_heads else heads,
+            head_dim=head_dim.value if head_dim else hidden // heads,
+            vocab_size=fields.required_integer("vocab_size"),
+            rms_norm_eps=float(
+                fields.require("rms_norm_eps", fields.number("rms_norm_eps")).value
+            ),
+            rope=rope_from_fields(fields),
+            max_positions=fields.required_integer("max_position_embeddings"),
+            qk_norm=qk_norm,
+            attention_bias=bool(bias and bias.value),
+        )
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+
+
+def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
+    """Every tensor of the layers and the final norm, by canonical name."""
+    hidden, mlp, head = decoder.hidden_size, decoder.intermediate_size, decoder.head_dim
+    queries, keys = decoder.num_heads * head, decoder.num_kv_heads * head
+    layer: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (mlp, hidden),
+        "mlp.up_proj.weight": (mlp, hidden),
+        "mlp.down_proj.weight": (hidden, mlp),
+    }
+    if decoder.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    if decoder.attention_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"}
+        layer |= {"self_attn.q_proj.bias": (queries,), "self_attn.o_proj.bias": (hidden,)}
+    return {
+        f"layers.{index}.{name}": shape
+        for index in range(decoder.num_layers)
+        for name, shape in layer.items()
+    } | {"norm.weight": (hidden,)}
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for key, neutral in _NEUTRAL.items():
+        setting = fields.find(key)
+        if setting is not None and setting.value != neutral:
+            raise fields.error(
+                f"{setting.where} is {setting.value!r}, which is not supported yet (only {neutral!r})"
+            )
+    if window := _sliding_window(fields):
+        raise fields.error(f"{window}: sliding-window attention is not supported yet")
+
+
+def _sliding_window(fields: Fields) -> str | None:
+    """The setting that asks for a window, if one does.
+
+    ``use_swa`` counts even where layer_types deny it: the Model-Optimizer exporter leaves them at
+    full_attention (NVIDIA/Model-Optimizer#2149).
+    """
+    use_swa, use_window = fields.flag("use_swa"), fields.flag("use_sliding_window")
+    window, types = fields.find("sliding_window"), fields.texts("layer_types")
+    if use_swa and use_swa.value:
+        return f"{use_swa.where} is true"
+    if types is not None:
+        other = [kind for kind in types.value if kind != "full_attention"]
+        return f"{types.where} holds {other[0]!r}" if other else None
+    if window is not None and (use_window is None or use_window.value):
+        return f"{window.where} is {window.value}"
+    return None

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a drafter of any supported dialect into one description.
+
+Every setting is taken from config.json, compared with what the tensors show, and noted with its
+reason; then every tensor is accounted for. Nothing is defaulted that the files leave open in a way
+that would change the proposals.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dspark_trt.checkpoint.accounting import account_for, rename
+from dspark_trt.checkpoint.block import read_block
+from dspark_trt.checkpoint.decoder import Shape, decoder_from_fields, decoder_shapes
+from dspark_trt.checkpoint.dialects import SPECULATORS, Dialect, recognise
+from dspark_trt.checkpoint.fields import DRAFT_PLACES, Fields
+from dspark_trt.checkpoint.heads import (
+    confidence_shapes,
+    head_shapes,
+    read_confidence,
+    read_head,
+)
+from dspark_trt.checkpoint.records import (
+    EMBEDDING,
+    LM_HEAD,
+    DraftCheckpoint,
+    DraftOverrides,
+    Notes,
+)
+from dspark_trt.checkpoint.source import read_json, resolve_source
+from dspark_trt.checkpoint.tensors import TensorRef, read_tensors
+from dspark_trt.checkpoint.vocabulary import drop_identity_maps
+from dspark_trt.config import DraftConfig
+
+
+def read_draft(
+    source: str | Path,
+    *,
+    overrides: DraftOverrides = DraftOverrides(),  # noqa: B008 (frozen)
+) -> DraftCheckpoint:
+    """Read the drafter in a folder or hub repository; no tensor data is loaded.
+
+    Raises:
+        CheckpointError: one sentence for what is unreadable, contradictory or not supported; for the
+            tensors, one error that lists every missing, unexpected or misshapen one.
+    """
+    folder = resolve_source(source, revision=overrides.revision)
+    fields = Fields(
+        read_json(folder / "config.json"), folder / "config.json", nested=DRAFT_PLACES
+    )
+    files = read_tensors(folder)
+    dialect, sign = recognise(fields, files)
+    notes = Notes()
+    notes.decide("format", dialect.name, sign)
+    tensors = rename(files, dialect.canonical, folder, notes, unused=dialect.unused)
+    if dialect is SPECULATORS:
+        tensors = drop_identity_maps(fields, tensors, notes)
+    config = _read_config(fields, dialect, tensors, overrides, notes)
+    borrowed = _borrowed(tensors, notes)
+    expected = {
+        name: shape for name, shape in draft_shapes(config).items() if name not in borrowed
+    }
+    account_for(tensors, expected, folder)
+    notes.note_numbers(fields, config.decoder, tensors.values())
+    return DraftCheckpoint(
+        path=folder,
+        format=dialect.name,
+        config=config,
+        tensors=tensors,
+        decisions=tuple(notes.decisions),
+        warnings=tuple(notes.warnings),
+        borrowed=borrowed,
+    )
+
+
+def draft_shapes(config: DraftConfig) -> dict[str, Shape]:
+    """Every tensor of a drafter, embedding and head included, by canonical name."""
+    decoder = config.decoder
+    return {
+        EMBEDDING: (decoder.vocab_size, decoder.hidden_size),
+        LM_HEAD: (decoder.vocab_size, decoder.hidden_size),
+        "fc.weight": (decoder.hidden_size, config.tap_size),
+        "hidden_norm.weight": (decoder.hidden_size,),
+        **decoder_shapes(decoder),
+        **head_shapes(config.head_type, config.markov_rank, decoder),
+        **confidence_shapes(config.confidence, config.markov_rank, decoder),
+    }
+
+
+def _read_config(
+    fields: Fields,
+    dialect: Dialect,
+    tensors: Mapping[str, TensorRef],
+    overrides: DraftOverrides,
+    notes: Notes,
+) -> DraftConfig:
+    decoder = decoder_from_fields(fields, qk_norm=True)
+    block = read_block(fields, dialect, decoder, overrides, notes)
+    head_type, markov_rank = read_head(fields, tensors, notes)
+    confidence = read_confidence(fields, dialect, tensors, decoder, markov_rank, notes)
+    target_hidden = fields.integer("target_hidden_size")
+    try:
+        return DraftConfig(
+            decoder=decoder,
+            block_slots=block.slots,
+            slot_semantics=block.semantics,
+            mask_token_id=block.mask_token_id,
+            target_layer_ids=block.target_layer_ids,
+            num_target_layers=block.num_target_layers,
+            target_hidden_size=target_hidden.value if target_hidden else decoder.hidden_size,
+            head_type=head_type,
+            markov_rank=markov_rank,
+            confidence=confidence,
+        )
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+
+
+def _borrowed(tensors: Mapping[str, TensorRef], notes: Notes) -> frozenset[str]:
+    """Both of embedding and head come from the target, or none: one alone is a lost tensor."""
+    both = frozenset({EMBEDDING, LM_HEAD})
+    if both & tensors.keys():
+        notes.decide("borrowed", [], "embedding and head are in the files")
+        return frozenset()
+    notes.decide("borrowed", sorted(both), "the files hold neither embedding nor head")
+    return both

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed look-up in a config.json whose keys sit in different places under different spellings.
+
+Formats nest the same keys in ``dflash_config``, ``dspark_config``, ``text_config`` or
+``transformer_layer_config``, or prefix them with ``dspark_``. One look-up reads them all; two places
+that disagree are an error, so no precedence is needed. ``null`` counts as absent.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from dspark_trt.errors import CheckpointError
+
+T = TypeVar("T")
+
+DRAFT_PLACES = ("dflash_config", "dspark_config", "text_config", "transformer_layer_config")
+
+_SPELLINGS = {
+    "enable_confidence_head": ("use_confidence_head",),
+    "mask_token_id": ("noise_token_id",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A value and the key it was read from, for reasons and errors."""
+
+    value: T
+    where: str
+
+
+class Fields:
+    """The settings of one config.json; ``path`` is named in every error."""
+
+    def __init__(
+        self, config: Mapping[str, Any], path: Path, *, nested: tuple[str, ...] = ()
+    ) -> None:
+        self.path = path
+        self.places: dict[str, Mapping[str, Any]] = {"": config}
+        for place in nested:
+            if isinstance(inner := config.get(place), dict):
+                self.places[f"{place}."] = inner
+
+    def find(self, key: str) -> Setting[Any] | None:
+        """The setting, wherever it is.
+
+        Raises:
+            CheckpointError: two places hold different values.
+        """
+        names = (key, *_SPELLINGS.get(key, ()))
+        found = [
+            Setting(place[spelling], prefix + spelling)
+            for prefix, place in self.places.items()
+            for name in names
+            for spelling in (name, f"dspark_{name}")
+            if place.get(spelling) is not None
+        ]
+        for other in found[1:]:
+            if other.value != found[0].value:
+                raise self.error(
+                    f"{found[0].where} is {found[0].value!r} but {other.where} is {other.value!r}: "
+                    "remove the wrong one"
+                )
+        return found[0] if found else None
+
+    def integer(self, key: str) -> Setting[int] | None:
+        return self._typed(key, _is_int, "an integer")
+
+    def number(self, key: str) -> Setting[float] | None:
+        return self._typed(key, is_number, "a finite number")
+
+    def flag(self, key: str) -> Setting[bool] | None:
+        return self._typed(key, lambda value: isinstance(value, bool), "true or false")
+
+    def text(self, key: str) -> Setting[str] | None:
+        return self._typed(key, lambda value: isinstance(value, str), "a string")
+
+    def integers(self, key: str) -> Setting[list[int]] | None:
+        return self._typed(
+            key,
+            lambda value: isinstance(value, list) and all(map(_is_int, value)),
+            "a list of integers",
+        )
+
+    def texts(self, key: str) -> Setting[list[str]] | None:
+        return self._typed(
+            key,
+            lambda value: (
+                isinstance(value, list) and all(isinstance(item, str) for item in value)
+            ),
+            "a list of strings",
+        )
+
+    def mapping(self, key: str) -> Setting[dict[str, Any]] | None:
+        return self._typed(key, lambda value: isinstance(value, dict), "an object")
+
+    def required_integer(self, key: str) -> int:
+        return self.require(key, self.integer(key)).value
+
+    def require(self, key: str, setting: Setting[T] | None) -> Setting[T]:
+        if setting is None:
+            raise self.error(f"{key} is missing")
+        return setting
+
+    def error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {text}")
+
+    def _typed(
+        self, key: str, accepts: Callable[[Any], bool], expected: str
+    ) -> Setting[Any] | None:
+        setting = self.find(key)
+        if setting is not None and not accepts(setting.value):
+            raise self.error(f"{setting.where} is {setting.value!r}, expected {expected}")
+        return setting
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )

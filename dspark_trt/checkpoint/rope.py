@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding settings in both spellings: ``rope_theta`` + ``rope_scaling``, or ``rope_parameters``."""
+
+import math
+from typing import Any
+
+from dspark_trt.checkpoint.fields import Fields, is_number
+from dspark_trt.config import RopeConfig
+
+_SCALING = ("rope_scaling", "rope_parameters")
+_YARN_KEYS = frozenset(
+    {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+        "truncate", "mscale", "mscale_all_dim", "rope_theta", "rope_type", "type",
+    }
+)  # fmt: skip
+
+
+def rope_from_fields(fields: Fields) -> RopeConfig:
+    """The rotary embedding of a config.json; plain RoPE and YaRN (arXiv 2309.00071) are supported.
+
+    Raises:
+        CheckpointError: no theta, another RoPE type (named), or settings that contradict each other.
+    """
+    where, scaling = _scaling(fields)
+    theta = _theta(fields, where, scaling)
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    factor = scaling.get("factor")
+    if kind == "default" or (kind in ("linear", "yarn") and factor == 1):
+        return RopeConfig(theta=theta)
+    if kind != "yarn":
+        raise fields.error(
+            f"{where} asks for RoPE type {kind!r} (factor {factor}), which is not supported yet: "
+            "only default and yarn are"
+        )
+    if unknown := sorted(scaling.keys() - _YARN_KEYS):
+        raise fields.error(
+            f"{where} has YaRN settings this reader does not know: {', '.join(unknown)}"
+        )
+    return _yarn(fields, where, theta, scaling)
+
+
+def _yarn(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> RopeConfig:
+    def number(key: str, default: float | None) -> float | None:
+        value = scaling.get(key)
+        if value is None:
+            return default
+        if not is_number(value):
+            raise fields.error(f"{where}.{key} is {value!r}, expected a number")
+        return float(value)
+
+    factor = number("factor", None)
+    positions = number("original_max_position_embeddings", None)
+    if factor is None or positions is None:
+        raise fields.error(f"{where}: YaRN needs factor and original_max_position_embeddings")
+    beta_fast, beta_slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    assert beta_fast is not None
+    assert beta_slow is not None
+    truncate = scaling.get("truncate", True)
+    attention = number("attention_factor", None)
+    mscale, mscale_all = number("mscale", None), number("mscale_all_dim", None)
+    if attention is None and mscale and mscale_all:
+        # The DeepSeek form: the ratio of two scales instead of the paper's single one.
+        log_factor = 0.1 * math.log(factor)
+        attention = (mscale * log_factor + 1) / (mscale_all * log_factor + 1)
+    return RopeConfig(
+        theta=theta,
+        yarn_factor=factor,
+        original_positions=int(positions),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=attention,
+        truncate=bool(truncate),
+    )
+
+
+def _scaling(fields: Fields) -> tuple[str, dict[str, Any]]:
+    """The one dictionary of RoPE settings and its key."""
+    given = [setting for key in _SCALING if (setting := fields.mapping(key)) is not None]
+    if len(given) == 2 and given[0].value.items() - given[1].value.items():
+        raise fields.error(
+            f"{given[0].where} {given[0].value} contradicts {given[1].where} {given[1].value}"
+        )
+    if not given:
+        return "rope_scaling", {}
+    where, scaling = given[-1].where, given[-1].value
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise fields.error(
+            f"{where} has settings for each layer type ({', '.join(sorted(scaling))}), "
+            "which are not supported yet"
+        )
+    if (
+        scaling.get("rope_type")
+        and scaling.get("type", scaling["rope_type"]) != scaling["rope_type"]
+    ):
+        raise fields.error(
+            f"{where}: rope_type is {scaling['rope_type']!r} but type is {scaling['type']!r}"
+        )
+    if (partial := scaling.get("partial_rotary_factor", 1)) != 1:
+        raise fields.error(f"{where}.partial_rotary_factor is {partial}, only 1 is supported")
+    return where, scaling
+
+
+def _theta(fields: Fields, where: str, scaling: dict[str, Any]) -> float:
+    top, inner = fields.number("rope_theta"), scaling.get("rope_theta")
+    if inner is not None and not is_number(inner):
+        raise fields.error(f"{where}.rope_theta is {inner!r}, expected a number")
+    if top is not None and inner is not None and top.value != inner:
+        raise fields.error(f"{top.where} is {top.value} but {where}.rope_theta is {inner}")
+    if top is None and inner is None:
+        raise fields.error("rope_theta is missing, both at the top and in rope_parameters")
+    return float(inner if top is None else top.value)  # type: ignore[arg-type]

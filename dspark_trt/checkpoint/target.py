@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a target: Qwen3 dense or the Llama family (Llama, Mistral) in the Hugging Face layout."""
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+
+from dspark_trt.checkpoint.accounting import account_for, rename
+from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
+from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.records import EMBEDDING, LM_HEAD, Notes, TargetCheckpoint
+from dspark_trt.checkpoint.source import read_json, resolve_source
+from dspark_trt.checkpoint.tensors import TensorRef, read_tensors
+from dspark_trt.config import TargetConfig, TargetFamily
+from dspark_trt.errors import CheckpointError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+
+_FAMILIES = {
+    "qwen3": TargetFamily.QWEN3,
+    "llama": TargetFamily.LLAMA,
+    "mistral": TargetFamily.LLAMA,
+}
+
+
+def read_target(source: str | Path, *, revision: str | None = None) -> TargetCheckpoint:
+    """Read the target in a folder or hub repository; no tensor data is loaded.
+
+    Raises:
+        CheckpointError: one sentence for what is unreadable, contradictory or not supported; for the
+            tensors, one error that lists every missing, unexpected or misshapen one.
+    """
+    folder = resolve_source(source, revision=revision)
+    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    notes = Notes()
+    files = read_tensors(folder)
+    tensors = rename(files, lambda key: key.removeprefix("model."), folder, notes)
+    if "fc.weight" in tensors:
+        raise CheckpointError(f"{folder} holds a drafter (it has the tensor fc.weight), not a target")
+    family = _family(fields, tensors, notes)
+    decoder = decoder_from_fields(fields, qk_norm=family is TargetFamily.QWEN3)
+    tied = _is_tied(fields, tensors, notes)
+    head_shape = (decoder.vocab_size, decoder.hidden_size)
+    expected = {EMBEDDING: head_shape, **decoder_shapes(decoder)}
+    account_for(
+        tensors,
+        expected | ({LM_HEAD: head_shape} if LM_HEAD in tensors or not tied else {}),
+        folder,
+    )
+    if tied and LM_HEAD in tensors:
+        tensors = _without_copied_head(tensors, folder, notes)
+    notes.note_numbers(fields, decoder, tensors.values())
+    return TargetCheckpoint(
+        path=folder,
+        config=TargetConfig(
+            family=family,
+            decoder=decoder,
+            tie_word_embeddings=tied,
+            stop_token_ids=_stop_tokens(fields, folder, decoder.vocab_size, notes),
+        ),
+        tensors=tensors,
+        decisions=tuple(notes.decisions),
+        warnings=tuple(notes.warnings),
+        tokenizer_files=tuple(
+            path for name in TOKENIZER_FILES if (path := folder / name).is_file()
+        ),
+    )
+
+
+def _family(fields: Fields, tensors: Mapping[str, TensorRef], notes: Notes) -> TargetFamily:
+    model_type = fields.text("model_type")
+    if model_type is not None:
+        if model_type.value not in _FAMILIES:
+            raise fields.error(
+                f"targets of model_type {model_type.value!r} are not supported yet; "
+                f"supported: {', '.join(_FAMILIES)}"
+            )
+        family, reason = _FAMILIES[model_type.value], f"model_type is {model_type.value}"
+    else:
+        qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
+        family = TargetFamily.QWEN3 if qk_norm else TargetFamily.LLAMA
+        reason = f"no model_type; the tensors {'have' if qk_norm else 'lack'} q_norm"
+    notes.decide("family", family.value, reason)
+    return family
+
+
+def _is_tied(fields: Fields, tensors: Mapping[str, TensorRef], notes: Notes) -> bool:
+    said = fields.flag("tie_word_embeddings")
+    if said is not None:
+        notes.decide("tie_word_embeddings", said.value, said.where)
+        return said.value
+    tied = LM_HEAD not in tensors
+    notes.decide(
+        "tie_word_embeddings", tied, f"no key; {LM_HEAD} is {'absent' if tied else 'present'}"
+    )
+    return tied
+
+
+def _without_copied_head(
+    tensors: Mapping[str, TensorRef], folder: Path, notes: Notes
+) -> dict[str, TensorRef]:
+    head, embedding = tensors[LM_HEAD], tensors[EMBEDDING]
+    pairs = zip_longest(head.chunks(), embedding.chunks())
+    if head.dtype != embedding.dtype or any(left != right for left, right in pairs):
+        raise CheckpointError(
+            f"{folder}: config.json ties head and embedding, but {head.key} differs from "
+            f"{embedding.key}; set tie_word_embeddings to false if the head is its own"
+        )
+    notes.decide(
+        "unused_tensors", [head.key], f"a copy of {embedding.key}, to which it is tied"
+    )
+    return {name: ref for name, ref in tensors.items() if name != LM_HEAD}
+
+
+def _stop_tokens(
+    fields: Fields, folder: Path, vocab_size: int, notes: Notes
+) -> tuple[int, ...]:
+    """generation_config.json first, as Hugging Face's generate does."""
+    path = folder / "generation_config.json"
+    sources = [Fields(read_json(path), path)] if path.is_file() else []
+    for source in (*sources, fields):
+        if (setting := source.find("eos_token_id")) is None:
+            continue
+        ids = setting.value if isinstance(setting.value, list) else [setting.value]
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise source.error(
+                    f"eos_token_id {token!r} is not a token of the vocabulary of {vocab_size}"
+                )
+        notes.decide("stop_token_ids", ids, f"eos_token_id of {source.path.name}")
+        return tuple(ids)
+    notes.decide("stop_token_ids", [], "no eos_token_id")
+    notes.warn("no eos_token_id: generation ends by length only")
+    return ()
