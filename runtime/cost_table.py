@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine's cost curve: how many target steps a second it runs when B tokens go through at once.
+
+SPS(B) of the paper (section 3.2.2). A round's cost is ``1 / SPS(B) + draft(R)``: what the target
+step over B = Σ(1 + ℓ_r) tokens takes, plus, if it was measured apart, what drafting R requests
+adds. Without a separate draft curve ``steps_per_second`` has to describe the whole round.
+
+Legend: n measured token counts, c context buckets, m measured request counts, R requests,
+B tokens of one target step.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_trt.errors import TableError
+
+FORMAT = "dspark-cost-table-1"
+FLAT_SPREAD = (
+    0.01  # a curve that rises less than this tells verification lengths apart by noise only
+)
+_MAX_TOKENS = 1 << 20  # the curve is tabulated densely up to its last point
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class CostTable:
+    """Step rate by batch tokens, optionally by mean context length, with the machine it belongs to.
+
+    Between measured points the cost is a staircase when ``padded`` (B tokens pay for the next
+    measured size, as captured CUDA graphs do) and linear otherwise. Past the last point it goes on
+    with the steepest measured slope, so what was never measured never looks cheap. Measured rates
+    that rise with B are noise: the cost used is the running maximum.
+    """
+
+    tokens: NDArray[np.int64]  # [n]
+    steps_per_second: Floats  # [c, n]
+    context_tokens: tuple[int, ...]  # [c], or () with c = 1
+    requests: NDArray[np.int64]  # [m]
+    draft_seconds: Floats  # [m]
+    padded: bool
+    origin: Mapping[str, str]  # machine, backend, versions, bundle hash
+    _curves: Floats = field(repr=False)  # [c, tokens[-1] + 1] seconds
+    _slopes: Floats = field(repr=False)  # [c] seconds a token past the last point
+
+    def __init__(
+        self,
+        tokens: ArrayLike,  # [n] positive, strictly increasing
+        steps_per_second: ArrayLike,  # [n], or [c, n] with context_tokens
+        *,
+        context_tokens: Sequence[
+            int
+        ] = (),  # [c] upper edges of the buckets of mean context length
+        requests: ArrayLike = (),  # [m] positive, strictly increasing
+        draft_seconds: ArrayLike = (),  # [m] what drafting so many requests adds to a step
+        padded: bool = True,
+        origin: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raises TableError for empty, unequal, non-finite, non-positive or unordered arrays."""
+        rates = np.atleast_2d(_floats(steps_per_second, "steps_per_second"))
+        sizes = _counts(tokens, "tokens")
+        drafting = _counts(requests, "requests")
+        added = _floats(draft_seconds, "draft_seconds")
+        edges = tuple(int(edge) for edge in context_tokens)
+        if not sizes.size or rates.ndim != 2 or rates.shape[1] != sizes.size:
+            raise TableError(
+                f"steps_per_second has shape {rates.shape} for {sizes.size} token counts; "
+                "expected one rate for each, and at least one"
+            )
+        if sizes[-1] > _MAX_TOKENS:
+            raise TableError(f"tokens reach {sizes[-1]}, expected at most {_MAX_TOKENS} a step")
+        if not np.all(rates > 0):
+            raise TableError(f"steps_per_second must be positive, got {rates.min()}")
+        if added.shape != drafting.shape or np.any(added < 0):
+            raise TableError(
+                f"draft_seconds must hold one non-negative value for each of {drafting.size} "
+                f"request counts, got {added.tolist()}"
+            )
+        bucketed = edges or len(rates) > 1
+        if (bucketed and len(edges) != len(rates)) or list(edges) != sorted(set(edges)):
+            raise TableError(
+                f"context_tokens {list(edges)} must be {len(rates)} increasing bucket edges"
+            )
+        seconds = np.maximum.accumulate(1.0 / rates, axis=1)
+        curves = np.stack([_every_size(sizes, row, padded=padded) for row in seconds])
+        slopes = np.diff(seconds, axis=1) / np.diff(sizes)
+        for name, value in {
+            "tokens": sizes,
+            "steps_per_second": rates,
+            "context_tokens": edges,
+            "requests": drafting,
+            "draft_seconds": added,
+            "padded": padded,
+            "origin": dict(origin or {}),
+            "_curves": _read_only(curves),
+            "_slopes": slopes.max(axis=1, initial=0.0),
+        }.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest measured B."""
+        return int(self.tokens[-1])
+
+    def seconds(
+        self, first: int, last: int, *, requests: int = 0, context_tokens: float | None = None
+    ) -> Floats:
+        """Seconds of a round over B = first..last tokens, [last - first + 1].
+
+        ``requests`` > 0 adds the cost of drafting for that many; ``context_tokens`` is the mean
+        context length (None: the longest bucket, the careful choice).
+        """
+        bucket = self._bucket(context_tokens)
+        curve = self._curves[bucket]
+        known = curve[first : last + 1]
+        if last >= curve.size:
+            beyond = np.arange(max(first, curve.size), last + 1) - (curve.size - 1)
+            known = np.concatenate([known, curve[-1] + self._slopes[bucket] * beyond])
+        draft = self.draft_cost(requests)
+        return np.asarray(known + draft)
+
+    def draft_cost(self, requests: int) -> float:
+        """Seconds that drafting ``requests`` requests adds to a step; 0 if not measured apart."""
+        if not requests or not self.requests.size:
+            return 0.0
+        return float(np.interp(requests, self.requests, self.draft_seconds))
+
+    def _bucket(self, context_tokens: float | None) -> int:
+        if context_tokens is None or not self.context_tokens:
+            return len(self._curves) - 1
+        bucket = int(np.searchsorted(self.context_tokens, context_tokens))
+        return min(bucket, len(self._curves) - 1)
+
+    def why_uninformative(self) -> str | None:
+        """Why this table cannot tell verification lengths apart, or None if it can."""
+        if self.tokens.size < 2:
+            return f"the cost table has one point only ({self.max_tokens} tokens)"
+        rise = self._curves[:, -1] / self._curves[:, 0] - 1
+        if np.all(rise < FLAT_SPREAD):
+            return (
+                f"the cost table is flat: {self.max_tokens} tokens cost {100 * rise.max():.2f} % "
+                f"more than {self.tokens[0]}"
+            )
+        return None
+
+    def require_informative(self) -> Self:
+        """Raise TableError for a flat or one-point table; return the table otherwise."""
+        if reason := self.why_uninformative():
+            raise TableError(f"{reason}. Measure more sizes: dspark-trt profile BUNDLE")
+        return self
+
+    def require_origin(self, **expected: str) -> Self:
+        """Raise TableError unless the table was measured on this machine, backend and bundle."""
+        foreign = [
+            f"{key} {self.origin.get(key, 'not recorded')!r} instead of {value!r}"
+            for key, value in expected.items()
+            if self.origin.get(key) != value
+        ]
+        if foreign:
+            raise TableError(
+                f"the cost table is foreign: {', '.join(foreign)}. "
+                "Measure this machine: dspark-trt profile BUNDLE"
+            )
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "tokens": self.tokens.tolist(),
+            "steps_per_second": self.steps_per_second.tolist(),
+            "context_tokens": list(self.context_tokens),
+            "requests": self.requests.tolist(),
+            "draft_seconds": self.draft_seconds.tolist(),
+            "padded": self.padded,
+            "origin": dict(self.origin),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over every number and the origin."""
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return sha256(canonical.encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Build from ``to_json`` output; TableError if keys are missing or the fingerprint differs."""
+        try:
+            table = cls(
+                data["tokens"],
+                data["steps_per_second"],
+                context_tokens=tuple(data["context_tokens"]),
+                requests=data["requests"],
+                draft_seconds=data["draft_seconds"],
+                padded=bool(data["padded"]),
+                origin=data["origin"],
+            )
+        except KeyError as missing:
+            raise TableError(
+                f"cost table lacks {missing}; expected format {FORMAT}"
+            ) from missing
+        if data.get("fingerprint", table.fingerprint) != table.fingerprint:
+            raise TableError(
+                "the cost table was edited after it was measured (its fingerprint differs). "
+                "Measure it again: dspark-trt profile BUNDLE"
+            )
+        return table
+
+    def save(self, path: Path) -> None:
+        """Write the table with its fingerprint; nothing half-written stays behind."""
+        text = json.dumps({**self.to_json(), "fingerprint": self.fingerprint}, indent=1)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def _read_only(values: NDArray[Any]) -> NDArray[Any]:
+    values.setflags(write=False)
+    return values
+
+
+def _floats(values: ArrayLike, name: str) -> Floats:
+    try:
+        array = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TableError(
+            f"{name} must be numbers, one row a context bucket: {error}"
+        ) from error
+    if not np.all(np.isfinite(array)):
+        raise TableError(
+            f"{name} holds {array[~np.isfinite(array)][0]}, expected finite numbers"
+        )
+    return _read_only(array)
+
+
+def _counts(values: ArrayLike, name: str) -> NDArray[np.int64]:
+    exact = _floats(values, name)
+    counts = exact.astype(np.int64)
+    if exact.ndim != 1 or np.any(counts != exact) or np.any(counts < 1):
+        raise TableError(f"{name} must be a list of positive integers, got {exact.tolist()}")
+    if np.any(np.diff(counts) <= 0):
+        raise TableError(f"{name} must be strictly increasing, got {counts.tolist()}")
+    return _read_only(counts)
+
+
+def _every_size(tokens: NDArray[np.int64], seconds: Floats, *, padded: bool) -> Floats:
+    every = np.arange(tokens[-1] + 1)
+    if padded:
+        return np.asarray(seconds[np.searchsorted(tokens, every)], dtype=np.float64)
+    return np.interp(every, tokens, seconds)

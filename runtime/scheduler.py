@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafted tokens of each request the target verifies this round.
+
+Every scheduler is a frozen description with ``plan(confidence) -> lengths``: pure, deterministic,
+prefix-closed for any input, no memory. The asynchronous form needs confidences two rounds old; they
+come in as an argument, and ``ConfidenceHistory`` is the explicit value that carries them.
+
+Losslessness under rejection verification (paper, section 3.2.2 and appendix A) asks that whether
+x_k is verified depends on x_<k only. A candidate (r, k) here is admitted by its rank among survivals;
+those of its own request that rank before it come from c_≤k, which x_<k decides. So a rank below a
+budget that this round's confidences did not choose is safe, and so is an early stop that has seen
+better-ranked candidates only. ``Global`` looks at all of them, and says so by refusing.
+
+Legend: R requests, K = γ drafted tokens, B = R + Σℓ tokens of one target step, n = Σℓ.
+"""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_trt.errors import RequestError
+from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.survival import (
+    Candidates,
+    Floats,
+    Lengths,
+    best_lengths,
+    candidates,
+    expected_tokens,
+)
+
+NO_TABLE = "no cost table: every draft is verified"
+MIN_GAIN = 0.01  # predicted gains below this are timing and calibration noise
+
+
+class Plan(NamedTuple):
+    """A round's decision and what led to it."""
+
+    lengths: Lengths  # [R] ℓ_r
+    reason: str
+
+
+class Scheduler(Protocol):
+    """What the engine and the simulation know about a scheduler."""
+
+    def plan(
+        self,
+        confidence: ArrayLike,  # [R, K] calibrated conditional acceptance probabilities
+        *,
+        limits: ArrayLike | None = None,  # [R] most drafts to verify (length left, bypassed: 0)
+        context_tokens: float | None = None,  # mean context length, picks the cost bucket
+    ) -> Lengths: ...  # [R]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """ℓ_r = k for every request; the best survivals first where the token budget ends."""
+
+    k: int
+    max_tokens_per_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.k < 0:
+            raise RequestError(f"a fixed verification length must be at least 0, got {self.k}")
+
+    def plan(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Lengths:
+        """Lengths [R]; ``context_tokens`` is not used."""
+        rows = len(np.asarray(confidence))
+        allowed = np.full(rows, self.k) if limits is None else np.minimum(limits, self.k)
+        offered = candidates(
+            confidence, limits=allowed, max_tokens_per_step=self.max_tokens_per_step
+        )
+        return best_lengths(offered, offered.available)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Verify up to the first c_k < c: the official static rule, on conditional confidences.
+
+    c ≤ 0 verifies everything; NaN counts as 0.
+    """
+
+    c: float
+    max_tokens_per_step: int | None = None
+
+    def plan(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Lengths:
+        """Lengths [R]; ``context_tokens`` is not used."""
+        values = np.fmax(np.asarray(confidence, dtype=np.float64), 0.0)
+        sure = np.logical_and.accumulate(values >= self.c, axis=-1)
+        allowed = np.count_nonzero(sure, axis=-1)
+        if limits is not None:
+            allowed = np.minimum(allowed, limits)
+        offered = candidates(
+            confidence, limits=allowed, max_tokens_per_step=self.max_tokens_per_step
+        )
+        return best_lengths(offered, offered.available)
+
+
+@dataclass(frozen=True)
+class _CostAware:
+    """What the schedulers that weigh tokens against seconds share.
+
+    Without a table nothing is trimmed, and the plan says so.
+    """
+
+    table: CostTable | None
+    _: KW_ONLY
+    max_tokens_per_step: int | None = None
+    min_gain: float = MIN_GAIN
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_gain < 1:
+            raise RequestError(f"min_gain must be a fraction in [0, 1), got {self.min_gain}")
+
+    def _admitted(
+        self, offered: Candidates, context_tokens: float | None, search: Callable[[Floats], int]
+    ) -> int:
+        """How many candidates ``search`` admits, given Θ(n) = τ(n) / seconds(R + n)."""
+        if self.table is None:
+            return offered.available
+        requests = len(offered.survival)
+        seconds = self.table.seconds(
+            requests,
+            requests + offered.available,
+            requests=requests,
+            context_tokens=context_tokens,
+        )
+        return search(expected_tokens(offered) / seconds)
+
+    def _plan(self, offered: Candidates, admitted: int, trimmed: str) -> Plan:
+        if self.table is None:
+            reason = NO_TABLE
+        elif admitted < offered.available:
+            reason = trimmed
+        else:
+            reason = self.table.why_uninformative() or "every draft pays"
+        return Plan(best_lengths(offered, admitted), reason)
+
+
+@dataclass(frozen=True)
+class Algorithm1(_CostAware):
+    """The paper's Algorithm 1: admit by survival until throughput stops improving.
+
+    The early stop keeps it non-anticipating, so it is safe with rejection verification. It stops
+    before the first candidate that would leave Θ more than ``min_gain`` below the best Θ on the way
+    there; 0 is the paper's rule. Equal Θ goes on: rows that padding pays for anyway are filled.
+    """
+
+    def decide(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Plan:
+        """Lengths and their reason; arguments as in ``Scheduler.plan``."""
+        offered = candidates(
+            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+        )
+        admitted = self._admitted(offered, context_tokens, self._first_descent)
+        return self._plan(offered, admitted, "throughput stops improving")
+
+    def plan(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Lengths:
+        return self.decide(confidence, limits=limits, context_tokens=context_tokens).lengths
+
+    def _first_descent(self, throughput: Floats) -> int:
+        best_before = np.maximum.accumulate(throughput)[:-1]
+        worse = throughput[1:] < best_before * (1 - self.min_gain)
+        return int(worse.argmax()) if worse.any() else worse.size
+
+
+@dataclass(frozen=True)
+class Global(_CostAware):
+    """The best n over the whole cost staircase, from this round's confidences.
+
+    It looks at confidences that x_k itself decides before it decides about x_k, so it biases the
+    output of rejection verification (appendix A: 0.70/0.30 becomes 0.85/0.15). Coupled verification
+    gives the target's own tokens whatever is verified: there, and only there, it is allowed.
+    """
+
+    _: KW_ONLY
+    verification: str
+
+    def __post_init__(self) -> None:
+        _CostAware.__post_init__(self)
+        if self.verification != "coupled":
+            raise RequestError(
+                f"the global scheduler biases {self.verification!r} verification (paper, appendix "
+                "A); expected 'coupled'. Use Asynchronous or Algorithm1 with rejection"
+            )
+
+    def decide(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Plan:
+        """Lengths and their reason; arguments as in ``Scheduler.plan``."""
+        offered = candidates(
+            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+        )
+        admitted = self._admitted(offered, context_tokens, lambda t: _best(t, self.min_gain))
+        return self._plan(offered, admitted, "best of the cost curve")
+
+    def plan(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Lengths:
+        return self.decide(confidence, limits=limits, context_tokens=context_tokens).lengths
+
+
+@dataclass(frozen=True)
+class Asynchronous(_CostAware):
+    """The paper's asynchronous form (section 5.2): an old budget, a fresh ranking.
+
+    ``budget`` searches the whole cost staircase with confidences two rounds old, so it is known
+    before this round's draft step ends; ``plan`` verifies that many of this round's best survivals.
+    The budget does not depend on this round's tokens, so rejection verification stays exact.
+    """
+
+    def budget(
+        self,
+        stale: ArrayLike,  # [R, K] confidences two rounds old, see ConfidenceHistory.stale
+        *,
+        limits: ArrayLike | None = None,  # [R]
+        context_tokens: float | None = None,
+    ) -> int:
+        """Drafted tokens to verify this round over all requests (the paper's K)."""
+        offered = candidates(stale, limits=limits, max_tokens_per_step=self.max_tokens_per_step)
+        return self._admitted(offered, context_tokens, lambda t: _best(t, self.min_gain))
+
+    def decide(
+        self,
+        confidence: ArrayLike,
+        *,
+        stale: ArrayLike | None = None,
+        budget: int | None = None,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Plan:
+        """Lengths from a ``budget`` computed before, or from ``stale`` confidences, and the reason.
+
+        With neither (the first two rounds) every draft is verified, as far as limits allow.
+        """
+        offered = candidates(
+            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+        )
+        if budget is None and stale is not None:
+            budget = self.budget(stale, limits=limits, context_tokens=context_tokens)
+        if budget is None:
+            budget = offered.available
+        admitted = min(max(budget, 0), offered.available)
+        return self._plan(offered, admitted, "budget from two rounds ago")
+
+    def plan(
+        self,
+        confidence: ArrayLike,
+        *,
+        stale: ArrayLike | None = None,
+        budget: int | None = None,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Lengths:
+        """The lengths of ``decide``."""
+        return self.decide(
+            confidence, stale=stale, budget=budget, limits=limits, context_tokens=context_tokens
+        ).lengths
+
+
+class ConfidenceHistory(NamedTuple):
+    """Confidences of the last two rounds by request id; ``push`` returns the next value.
+
+    A request that did not draft two rounds ago (new, preempted, bypassed) counts with the mean
+    conditional confidence of those that did.
+    """
+
+    ids: tuple[NDArray[np.int64], ...] = ()  # newest first, each [R_t] and sorted
+    confidence: tuple[Floats, ...] = ()  # each [R_t, K]
+
+    def push(self, ids: ArrayLike, confidence: ArrayLike) -> "ConfidenceHistory":
+        """The history after a round in which ``ids`` [R] drafted with ``confidence`` [R, K]."""
+        order = np.argsort(np.asarray(ids, dtype=np.int64))
+        newest = np.asarray(ids, dtype=np.int64)[order]
+        values = np.asarray(confidence, dtype=np.float64)[order]
+        return ConfidenceHistory((newest, *self.ids[:1]), (values, *self.confidence[:1]))
+
+    def stale(self, ids: ArrayLike) -> Floats | None:
+        """Confidences two rounds old for the coming round's requests, [R, K]; None without any."""
+        if len(self.ids) < 2 or not self.ids[1].size:
+            return None
+        known, confidence = self.ids[1], self.confidence[1]
+        wanted = np.asarray(ids, dtype=np.int64)
+        row = np.minimum(np.searchsorted(known, wanted), known.size - 1)
+        found = known[row] == wanted
+        return np.where(found[:, None], confidence[row], np.nanmean(confidence, axis=0))
+
+
+def _best(throughput: Floats, min_gain: float) -> int:
+    """Where Θ(n) is largest, at the right edge of a plateau; the end unless trimming gains enough."""
+    end = throughput.size - 1
+    best = end - int(throughput[::-1].argmax())
+    return best if throughput[best] >= throughput[end] * (1 + min_gain) else end

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays every scheduler shares: survival, expected throughput, and the prefix-closed top-n.
+
+Legend: R requests, K = γ drafted tokens, N = R·K candidates, n admitted candidates. The candidate
+(r, k) is "verify the k-th drafted token of request r"; its value is the survival a_{r,k}.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_trt.errors import CapacityError, RequestError
+
+Floats = NDArray[np.float64]
+Lengths = NDArray[np.int64]
+
+
+class Candidates(NamedTuple):
+    """What a round could verify."""
+
+    survival: Floats  # [R, K]; -1 beyond a request's limit: ranks behind every candidate
+    available: int  # how many of them limits and the token budget leave
+
+
+def survival_from_confidence(confidence: ArrayLike) -> Floats:  # [R, K] -> [R, K]
+    """a_k = Π_{i≤k} c_i of conditional acceptance probabilities (paper, section 3.2.1).
+
+    Out-of-range values are clipped to [0, 1]; NaN counts as 0: a broken confidence buys nothing.
+    Raises RequestError unless the input has two dimensions.
+    """
+    values = np.asarray(confidence, dtype=np.float64)
+    if values.ndim != 2:
+        raise RequestError(f"confidence must be [requests, drafted], got shape {values.shape}")
+    clipped = np.fmin(np.fmax(values, 0.0), 1.0)
+    return np.asarray(np.multiply.accumulate(clipped, axis=1), dtype=np.float64)
+
+
+def candidates(
+    confidence: ArrayLike,  # [R, K]
+    *,
+    limits: ArrayLike | None = None,  # [R] most drafts a request may have verified
+    max_tokens_per_step: int | None = None,
+) -> Candidates:
+    """What may be verified; CapacityError if the requests alone exceed the token budget."""
+    survival = survival_from_confidence(confidence)
+    requests, drafted = survival.shape
+    available = survival.size
+    if limits is not None:
+        allowed = np.clip(np.asarray(limits, dtype=np.int64), 0, drafted)
+        if allowed.shape != (requests,):
+            raise RequestError(f"limits must be [{requests}], got shape {allowed.shape}")
+        survival = np.where(np.arange(drafted) < allowed[:, None], survival, -1.0)
+        available = int(allowed.sum())
+    if max_tokens_per_step is not None:
+        if requests > max_tokens_per_step:
+            raise CapacityError(
+                f"{requests} requests need a token each, max_tokens_per_step is {max_tokens_per_step}"
+            )
+        available = min(available, max_tokens_per_step - requests)
+    return Candidates(survival, available)
+
+
+def expected_tokens(offered: Candidates) -> Floats:  # -> [available + 1]
+    """τ(n): tokens a round commits when its n best candidates are verified, bonus tokens included."""
+    tokens = np.empty(offered.available + 1)
+    tokens[0] = len(offered.survival)
+    ranked = np.sort(offered.survival, axis=None)[::-1]
+    np.cumsum(ranked[: offered.available], out=tokens[1:])
+    tokens[1:] += tokens[0]
+    return tokens
+
+
+def best_lengths(offered: Candidates, admitted: int) -> Lengths:  # -> [R]
+    """Lengths that verify the ``admitted`` best candidates.
+
+    Survival never rises along a row, so everything above the last admitted value is a prefix of its
+    row; equal values are handed out row by row from the left, which keeps every prefix closed.
+    """
+    requests = len(offered.survival)
+    if admitted <= 0:
+        return np.zeros(requests, dtype=np.int64)
+    size = offered.survival.size
+    last = np.partition(offered.survival, size - admitted, axis=None)[size - admitted]
+    lengths = np.add.reduce(offered.survival > last, axis=1)
+    reach = np.add.reduce(offered.survival >= last, axis=1)
+    ties = reach - lengths
+    spare = admitted - int(lengths.sum())
+    before = np.cumsum(ties) - ties
+    return np.asarray(lengths + np.clip(spare - before, 0, ties), dtype=np.int64)
