@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What live rounds teach: a logit offset per request, and drift of the whole fleet.
+
+A request's offset b ~ N(0, variance) is a random effect on top of the fitted calibration; after each
+round it takes one Newton step on the outcomes seen. It is applied from the *next* round on, so
+whether a token is verified never depends on the round that proposes it (paper, section 3.2.2).
+
+Legend: R requests of a round, K = γ drafted tokens, S slots.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_trt.runtime.calibration import Calibration, sigmoid
+
+Floats = NDArray[np.float64]
+
+
+class RequestOffsets(NamedTuple):
+    """What earlier rounds of each slot's request say; updates return a new value."""
+
+    offset: Floats  # [S] added to every calibrated logit of the slot's request
+    evidence: Floats  # [S] Σ c(1 − c) over the outcomes seen
+
+    @classmethod
+    def empty(cls, slots: int) -> "RequestOffsets":
+        return cls(np.zeros(slots), np.zeros(slots))
+
+    def released(self, slots: ArrayLike) -> "RequestOffsets":
+        """Forget the requests that held ``slots``."""
+        offset, evidence = self.offset.copy(), self.evidence.copy()
+        offset[np.asarray(slots)] = evidence[np.asarray(slots)] = 0.0
+        return RequestOffsets(offset, evidence)
+
+
+def corrected_confidence(
+    calibration: Calibration,
+    raw: ArrayLike,  # [R, K] confidence logits
+    offsets: RequestOffsets,
+    slots: ArrayLike,  # [R]
+) -> Floats:  # [R, K]
+    """Calibrated conditional confidences with each request's offset from its earlier rounds."""
+    return sigmoid(calibration.logits(raw) + offsets.offset[np.asarray(slots)][:, None])
+
+
+def updated(
+    offsets: RequestOffsets,
+    slots: ArrayLike,  # [R]
+    confidence: Floats,  # [R, K] what corrected_confidence said
+    verified: ArrayLike,  # [R] ℓ_r
+    accepted: ArrayLike,  # [R] accepted drafts ≤ ℓ_r
+    variance: float,
+) -> RequestOffsets:
+    """The offsets after a round; variance 0 returns them unchanged."""
+    if variance == 0:
+        return offsets
+    rows = np.asarray(slots)
+    surprise, information = _outcomes(confidence, verified, accepted)
+    offset, evidence = offsets.offset.copy(), offsets.evidence.copy()
+    evidence[rows] += information.sum(axis=1)
+    offset[rows] += surprise.sum(axis=1) / (1.0 / variance + evidence[rows])
+    return RequestOffsets(offset, evidence)
+
+
+class Drift(NamedTuple):
+    """Predicted against observed conditional acceptance of recent rounds, by position."""
+
+    predicted: Floats  # [K] decayed sums over the outcomes seen
+    observed: Floats  # [K]
+    outcomes: Floats  # [K]
+    memory: float = 0.999  # weight an outcome keeps each round; 0.999: the last thousand or so
+
+    @classmethod
+    def empty(cls, gamma: int, memory: float = 0.999) -> "Drift":
+        return cls(np.zeros(gamma), np.zeros(gamma), np.zeros(gamma), memory)
+
+    def updated(
+        self, confidence: Floats, verified: ArrayLike, accepted: ArrayLike
+    ) -> "Drift":  # [R, K], [R], [R]
+        """The sums after a round; arguments as in ``updated`` above."""
+        seen = _seen(confidence.shape[1], verified, accepted)
+        surprise, _ = _outcomes(confidence, verified, accepted)
+        predicted = np.where(seen, confidence, 0.0).sum(axis=0)
+        return Drift(
+            self.memory * self.predicted + predicted,
+            self.memory * self.observed + predicted + surprise.sum(axis=0),
+            self.memory * self.outcomes + seen.sum(axis=0),
+            self.memory,
+        )
+
+    def gap(self) -> Floats:
+        """Mean prediction minus mean outcome, [K]; NaN where nothing was seen."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray((self.predicted - self.observed) / self.outcomes)
+
+    def has_drifted(self, tolerance: float = 0.05) -> bool:
+        """Whether a position is off by ``tolerance`` and by four standard errors."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            error = 0.5 / np.sqrt(self.outcomes)
+        return bool(np.any(np.abs(self.gap()) > np.maximum(tolerance, 4 * error)))
+
+
+def _seen(gamma: int, verified: ArrayLike, accepted: ArrayLike) -> NDArray[np.bool_]:
+    """[R, K] outcomes that exist: accepted positions and the first rejected one, if verified."""
+    last = np.minimum(np.asarray(verified), np.asarray(accepted) + 1)
+    return np.asarray(np.arange(gamma) < last[:, None])
+
+
+def _outcomes(
+    confidence: Floats, verified: ArrayLike, accepted: ArrayLike
+) -> tuple[Floats, Floats]:
+    """Outcome minus prediction, and its variance, [R, K]; 0 where nothing was seen."""
+    gamma = confidence.shape[1]
+    seen = _seen(gamma, verified, accepted)
+    kept = np.arange(gamma) < np.asarray(accepted)[:, None]
+    surprise = np.where(seen, kept - confidence, 0.0)
+    return surprise, np.where(seen, confidence * (1 - confidence), 0.0)
