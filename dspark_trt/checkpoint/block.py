@@ -122,6 +122,7 @@ def _slots(
     trained = block.value - discarded
     if trained < 1:
         raise fields.error(f"{block.where} is {block.value}, which proposes no token")
+    _compare_speculative_tokens(fields, trained, notes)
     gamma = trained if overrides.gamma is None else overrides.gamma
     if not 1 <= gamma <= trained:
         raise fields.error(
@@ -137,6 +138,16 @@ def _slots(
     notes.decide("gamma", gamma, f"{block.where} is {block.value}{asked}")
     notes.decide("block_slots", gamma + discarded, f"{discarded} of them discarded")
     return gamma + discarded
+
+
+def _compare_speculative_tokens(fields: Fields, trained: int, notes: Notes) -> None:
+    """The speculators format also records how many tokens to propose: a second witness."""
+    proposals = fields.places[""].get("speculators_config", {}).get("proposal_methods", [])
+    for tokens in (proposal.get("speculative_tokens") for proposal in proposals):
+        if tokens not in (None, trained):
+            notes.warn(
+                f"speculative_tokens is {tokens}, but the slots as read propose {trained}"
+            )
 
 
 def _mask_token(

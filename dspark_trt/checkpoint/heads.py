@@ -65,11 +65,11 @@ def read_head(
         return shown, rank
     if said.value not in (HeadType.VANILLA, HeadType.GATED, HeadType.RNN):
         raise fields.error(f"{said.where} is {said.value!r}, expected vanilla, gated or rnn")
-    if shown not in (HeadType.NONE, HeadType(said.value)):
+    if shown in (HeadType.GATED, HeadType.RNN) and shown != said.value:
         raise fields.error(
             f"{said.where} is {said.value!r}, but the tensors are of a {shown.value!r} head ({sign})"
         )
-    notes.decide("head_type", said.value, f"{said.where}; the tensors agree")
+    notes.decide("head_type", said.value, said.where)
     return HeadType(said.value), rank
 
 

@@ -42,7 +42,9 @@ def read_target(source: str | Path, *, revision: str | None = None) -> TargetChe
     files = read_tensors(folder)
     tensors = rename(files, lambda key: key.removeprefix("model."), folder, notes)
     if "fc.weight" in tensors:
-        raise CheckpointError(f"{folder} holds a drafter (it has the tensor fc.weight), not a target")
+        raise CheckpointError(
+            f"{folder} holds a drafter (it has the tensor fc.weight), not a target"
+        )
     family = _family(fields, tensors, notes)
     decoder = decoder_from_fields(fields, qk_norm=family is TargetFamily.QWEN3)
     tied = _is_tied(fields, tensors, notes)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Toy checkpoints with random weights in every layout, written from what is public about the formats.
+
+The same seed gives the same weights in every layout, so readers can be compared with each other.
+Nothing here uses the reader under test.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Weights = dict[str, torch.Tensor]
+
+LAYOUTS = ("deepspec", "specforge", "sglang", "zlab-dflash", "speculators", "model-optimizer")
+"""``sglang`` is specforge's content in top-level ``dspark_*`` keys."""
+
+_BORROWING = ("specforge", "sglang", "zlab-dflash", "model-optimizer")
+_FLAT_NAMES = {"markov_head.": "", "confidence_head.proj.": "confidence_proj."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """Sizes of a toy model; the drafter's and the target's defaults fit each other."""
+
+    hidden: int = 64
+    intermediate: int = 96
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    vocab: int = 320
+    max_positions: int = 512
+    # drafter only
+    target_layers: int = 4
+    target_hidden: int = 64
+    target_layer_ids: tuple[int, ...] = (0, 2)
+    gamma: int = 4
+    rank: int = 16
+    mask: int = 319
+
+    def decoder_json(self) -> dict[str, Any]:
+        return {
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "layer_types": ["full_attention"] * self.layers,
+            "tie_word_embeddings": False,
+            "eos_token_id": 1,
+        }
+
+
+def write_draft(
+    path: Path,
+    *,
+    layout: str = "deepspec",
+    head: str = "vanilla",
+    confidence: str = "hidden+markov",
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    target: Path | None = None,
+    in_place: bool = False,
+    config: dict[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write a drafter and return ``path``.
+
+    Args:
+        path: folder to make.
+        layout: one of ``LAYOUTS``; ``zlab-dflash`` is in place and has no heads.
+        head: ``none``, ``vanilla``, ``gated`` or ``rnn``.
+        confidence: ``none``, ``hidden`` or ``hidden+markov``.
+        dtype: of all weights, or ``mixed`` for a round of float32, bfloat16, float16.
+        shards: number of safetensors files.
+        seed: of the weights.
+        target: folder of a target whose embedding and head a layout that holds copies copies.
+        in_place: ``sample_from_anchor`` / ``shift_label`` false, where the layout has the key.
+        config: keys that replace or add to the top level of config.json.
+        dims: fields of ``Dims``.
+    """
+    if layout == "zlab-dflash":
+        head, confidence, in_place = "none", "none", True
+    sizes = Dims(**dims)
+    weights = draft_weights(sizes, head=head, confidence=confidence, seed=seed)
+    if target is not None:
+        served = _target_weights(target)
+        weights["embed_tokens.weight"] = served["embed_tokens.weight"]
+        weights["lm_head.weight"] = served.get("lm_head.weight", served["embed_tokens.weight"])
+    settings = _draft_json(sizes, layout, head, confidence, in_place) | (config or {})
+    _write_json(path / "config.json", settings)
+    _write_weights(path, _in_layout(weights, layout), dtype, shards)
+    return path
+
+
+def write_target(
+    path: Path,
+    *,
+    family: str = "qwen3",
+    tied: bool = True,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    attention_bias: bool = False,
+    stop_token_ids: Iterable[int] = (1, 2),
+    config: dict[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write a target and return ``path``; arguments as in ``write_draft``. No tokenizer."""
+    sizes = Dims(**{"layers": 4, **dims})
+    settings = sizes.decoder_json() | {
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "tie_word_embeddings": tied,
+        "attention_bias": attention_bias,
+    }
+    weights = _decoder_weights(sizes, qk_norm=family == "qwen3", bias=attention_bias)
+    weights = {f"model.{name}": shape for name, shape in weights.items()}
+    weights["model.embed_tokens.weight"] = (sizes.vocab, sizes.hidden)
+    if not tied:
+        weights["lm_head.weight"] = (sizes.vocab, sizes.hidden)
+    _write_json(path / "config.json", settings | (config or {}))
+    _write_json(path / "generation_config.json", {"eos_token_id": list(stop_token_ids)})
+    _write_weights(path, _random(weights, seed + 1000), dtype, shards)
+    return path
+
+
+def draft_weights(
+    sizes: Dims, *, head: str = "vanilla", confidence: str = "hidden+markov", seed: int = 0
+) -> Weights:
+    """Random weights of a drafter under DeepSpec's names, float32."""
+    hidden, rank = sizes.hidden, sizes.rank
+    shapes = _decoder_weights(sizes, qk_norm=True, bias=False) | {
+        "embed_tokens.weight": (sizes.vocab, hidden),
+        "lm_head.weight": (sizes.vocab, hidden),
+        "fc.weight": (hidden, len(sizes.target_layer_ids) * sizes.target_hidden),
+        "hidden_norm.weight": (hidden,),
+    }
+    if head != "none":
+        shapes["markov_head.markov_w1.weight"] = (sizes.vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (sizes.vocab, rank)
+    if head == "gated":
+        shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+        shapes["markov_head.gate_proj.bias"] = (rank,)
+    if head == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
+    if confidence != "none":
+        width = hidden + (rank if confidence == "hidden+markov" else 0)
+        shapes["confidence_head.proj.weight"] = (1, width)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return _random(shapes, seed)
+
+
+def edit_config(
+    path: Path,
+    changes: dict[str, Any] | None = None,
+    *,
+    drop: Iterable[str] = (),
+    nested: str | None = None,
+) -> None:
+    """Change keys of a checkpoint's config.json, at the top level or inside ``nested``."""
+    config = json.loads((path / "config.json").read_text())
+    place = config[nested] if nested else config
+    place.update(changes or {})
+    for key in drop:
+        del place[key]
+    _write_json(path / "config.json", config)
+
+
+def edit_tensors(path: Path, edit: Callable[[Weights], object]) -> None:
+    """Let ``edit`` change the tensors of a checkpoint of one shard in place."""
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    file.unlink()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _decoder_weights(sizes: Dims, *, qk_norm: bool, bias: bool) -> dict[str, tuple[int, ...]]:
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (sizes.hidden,)}
+    for index in range(sizes.layers):
+        layer = f"layers.{index}."
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (rows, sizes.hidden)
+            if bias:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
+        shapes[layer + "self_attn.o_proj.weight"] = (sizes.hidden, queries)
+        if bias:
+            shapes[layer + "self_attn.o_proj.bias"] = (sizes.hidden,)
+        if qk_norm:
+            shapes[layer + "self_attn.q_norm.weight"] = (sizes.head_dim,)
+            shapes[layer + "self_attn.k_norm.weight"] = (sizes.head_dim,)
+        shapes[layer + "mlp.gate_proj.weight"] = (sizes.intermediate, sizes.hidden)
+        shapes[layer + "mlp.up_proj.weight"] = (sizes.intermediate, sizes.hidden)
+        shapes[layer + "mlp.down_proj.weight"] = (sizes.hidden, sizes.intermediate)
+        shapes[layer + "input_layernorm.weight"] = (sizes.hidden,)
+        shapes[layer + "post_attention_layernorm.weight"] = (sizes.hidden,)
+    return shapes
+
+
+def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
+    weights = {}
+    for name, shape in shapes.items():
+        # Seeded by name: a tensor does not depend on which others a layout or head has.
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm.weight"):
+            weights[name] = 1 + 0.1 * noise
+        elif name.endswith("bias"):
+            weights[name] = 0.1 * noise
+        else:
+            weights[name] = noise / shape[-1] ** 0.5
+    return weights
+
+
+def _draft_json(
+    sizes: Dims, layout: str, head: str, confidence: str, in_place: bool
+) -> dict[str, Any]:
+    block = {
+        "block_size": sizes.gamma + in_place,
+        "mask_token_id": sizes.mask,
+        "target_layer_ids": list(sizes.target_layer_ids),
+    }
+    enabled = "use_confidence_head" if layout == "model-optimizer" else "enable_confidence_head"
+    heads: dict[str, Any] = {"markov_rank": 0 if head == "none" else sizes.rank}
+    if head != "none":
+        heads["markov_head_type"] = head
+    heads[enabled] = confidence != "none"
+    if confidence != "none" and layout != "model-optimizer":
+        heads["confidence_head_with_markov"] = confidence == "hidden+markov"
+    top = sizes.decoder_json() | {"num_target_layers": sizes.target_layers}
+    match layout:
+        case "deepspec":
+            return (
+                top
+                | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+                | block
+                | heads
+            )
+        case "specforge":
+            nested = {"projector_type": "dspark", "attention_mode": "gqa"} | block | heads
+            return top | {"architectures": ["DSparkDraftModel"], "dflash_config": nested}
+        case "sglang":
+            prefixed = {f"dspark_{key}": value for key, value in (block | heads).items()}
+            return top | {"architectures": ["DSparkDraftModel"]} | prefixed
+        case "zlab-dflash":
+            top |= {
+                "architectures": ["DFlashDraftModel"],
+                "block_size": block.pop("block_size"),
+            }
+            return top | {"dflash_config": block}
+        case "model-optimizer":
+            nested = {"projector_type": "dspark", "shift_label": not in_place} | block | heads
+            return top | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+        case "speculators":
+            return _speculators_json(sizes, block, heads, in_place)
+    raise ValueError(layout)
+
+
+def _speculators_json(
+    sizes: Dims, block: dict[str, Any], heads: dict[str, Any], in_place: bool
+) -> dict[str, Any]:
+    return {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": sizes.decoder_json(),
+        "draft_vocab_size": sizes.vocab,
+        "target_hidden_size": None,
+        "block_size": block["block_size"],
+        "mask_token_id": block["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in sizes.target_layer_ids],
+        "sample_from_anchor": not in_place,
+        "speculators_config": {
+            "algorithm": "dspark",
+            "proposal_methods": [{"speculative_tokens": sizes.gamma}],
+            "verifier": {"name_or_path": "toy"},
+        },
+        **heads,
+    }
+
+
+def _in_layout(weights: Weights, layout: str) -> Weights:
+    if layout in _BORROWING:
+        borrowed = ("embed_tokens.weight", "lm_head.weight")
+        weights = {name: tensor for name, tensor in weights.items() if name not in borrowed}
+    if layout == "model-optimizer":
+        return {_flat(name): tensor for name, tensor in weights.items()}
+    if layout == "speculators":
+        vocab = weights["embed_tokens.weight"].shape[0]
+        return weights | {
+            "t2d": torch.ones(vocab, dtype=torch.bool),
+            "d2t": torch.zeros(vocab, dtype=torch.int64),
+            "verifier_lm_head.weight": weights["lm_head.weight"].clone(),
+            "verifier_norm.weight": weights["norm.weight"].clone(),
+        }
+    return weights
+
+
+def _flat(name: str) -> str:
+    for prefix, flat in _FLAT_NAMES.items():
+        if name.startswith(prefix):
+            return flat + name.removeprefix(prefix)
+    return name
+
+
+def _target_weights(path: Path) -> Weights:
+    weights: Weights = {}
+    for file in path.glob("*.safetensors"):
+        weights |= load_file(file)
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2))
+
+
+def _write_weights(path: Path, weights: Weights, dtype: str, shards: int) -> None:
+    cycle = ("float32", "bfloat16", "float16") if dtype == "mixed" else (dtype,)
+    stored = {}
+    for index, (name, tensor) in enumerate(sorted(weights.items())):
+        wanted = getattr(torch, cycle[index % len(cycle)])
+        stored[name] = tensor.to(wanted if tensor.is_floating_point() else tensor.dtype).clone()
+    if shards == 1:
+        save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    files = [f"model-{part + 1:05d}-of-{shards:05d}.safetensors" for part in range(shards)]
+    weight_map = {name: files[index % shards] for index, name in enumerate(stored)}
+    for file in files:
+        part = {name: stored[name] for name in stored if weight_map[name] == file}
+        save_file(part, path / file, metadata={"format": "pt"})
+    total = sum(tensor.nbytes for tensor in stored.values())
+    _write_json(
+        path / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
