@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+# ruff: noqa: N802 -- ONNX operators are spelled in capitals
+"""`FilterLogits`: top-k, top-p and min-p as an ONNX function, without sorting the vocabulary.
+
+Thresholds are read off the 1024 largest logits where these hold them, as they nearly always do. Otherwise
+they are searched by halving an interval of logits. A graph for TensorRT should not loop, so 32 halvings
+are a function of four that is called eight times.
+"""
+
+from onnxscript import script
+from onnxscript.onnx_opset import opset24 as op
+
+from dspark_trt.plugins.functions import FLOAT, INT64, dspark
+
+CANDIDATES = 1024  # TensorRT's TopK stops at 3840
+UNDERFLOW = 104.0  # exp(-104) is 0 in float32: nothing below is worth searching
+
+
+@script(dspark, default_opset=op)
+def HalveByCount(scaled, wanted, low, high):  # [T, V], float [T, 1], [T, 1], [T, 1]
+    """Halve [low, high] so that at least ``wanted`` logits stay at or above low."""
+    middle = (low + high) * 0.5
+    enough = op.ReduceSum(op.Cast(scaled >= middle, to=FLOAT), [1], keepdims=1) >= wanted
+    return op.Where(enough, middle, low), op.Where(enough, high, middle)
+
+
+@script(dspark, default_opset=op)
+def HalveByMass(scaled, weights, budget, low, high):  # [T, V], [T, V], [T, 1], [T, 1], [T, 1]
+    """Halve [low, high] so that the tokens above low hold at least ``budget``."""
+    middle = (low + high) * 0.5
+    above = op.ReduceSum(op.Where(scaled > middle, weights, 0.0), [1], keepdims=1)
+    enough = above >= budget
+    return op.Where(enough, middle, low), op.Where(enough, high, middle)
+
+
+@script(dspark, default_opset=op)
+def HalveByCount4(scaled, wanted, low, high):
+    low1, high1 = HalveByCount(scaled, wanted, low, high)
+    low2, high2 = HalveByCount(scaled, wanted, low1, high1)
+    low3, high3 = HalveByCount(scaled, wanted, low2, high2)
+    low4, high4 = HalveByCount(scaled, wanted, low3, high3)
+    return low4, high4
+
+
+@script(dspark, default_opset=op)
+def HalveByMass4(scaled, weights, budget, low, high):
+    low1, high1 = HalveByMass(scaled, weights, budget, low, high)
+    low2, high2 = HalveByMass(scaled, weights, budget, low1, high1)
+    low3, high3 = HalveByMass(scaled, weights, budget, low2, high2)
+    low4, high4 = HalveByMass(scaled, weights, budget, low3, high3)
+    return low4, high4
+
+
+@script(dspark, default_opset=op)
+def SearchCount(scaled, wanted, top):  # [T, V], float [T, 1], [T, 1] -> [T, 1]
+    """The ``wanted``-th largest logit."""
+    low1, high1 = HalveByCount4(scaled, wanted, top - UNDERFLOW, top)
+    low2, high2 = HalveByCount4(scaled, wanted, low1, high1)
+    low3, high3 = HalveByCount4(scaled, wanted, low2, high2)
+    low4, high4 = HalveByCount4(scaled, wanted, low3, high3)
+    low5, high5 = HalveByCount4(scaled, wanted, low4, high4)
+    low6, high6 = HalveByCount4(scaled, wanted, low5, high5)
+    low7, high7 = HalveByCount4(scaled, wanted, low6, high6)
+    low8, high8 = HalveByCount4(scaled, wanted, low7, high7)
+    return low8
+
+
+@script(dspark, default_opset=op)
+def SearchMass(scaled, weights, budget, top):  # [T, V], [T, V], [T, 1], [T, 1] -> [T, 1]
+    """The smallest logit such that the tokens above it hold less than ``budget``."""
+    low1, high1 = HalveByMass4(scaled, weights, budget, top - UNDERFLOW, top)
+    low2, high2 = HalveByMass4(scaled, weights, budget, low1, high1)
+    low3, high3 = HalveByMass4(scaled, weights, budget, low2, high2)
+    low4, high4 = HalveByMass4(scaled, weights, budget, low3, high3)
+    low5, high5 = HalveByMass4(scaled, weights, budget, low4, high4)
+    low6, high6 = HalveByMass4(scaled, weights, budget, low5, high5)
+    low7, high7 = HalveByMass4(scaled, weights, budget, low6, high6)
+    low8, high8 = HalveByMass4(scaled, weights, budget, low7, high7)
+    return op.ReduceMin(op.Where(scaled > low8, scaled, top), [1], keepdims=1)
+
+
+@script(dspark, default_opset=op)
+def TopKThreshold(scaled, candidates, top_k):  # [T, V], [T, C] descending, int64 [T, 1] -> [T, 1]
+    """The k-th largest logit; the smallest float for k = 0."""
+    vocab = op.Shape(scaled, start=1, end=2)
+    count = op.Shape(candidates, start=1, end=2)
+    limited = op.And(top_k > 0, top_k < vocab)
+    place = op.Max(op.Min(top_k, count) - 1, [0])
+    found = op.GatherElements(candidates, place, axis=1)
+    beyond = op.And(limited, top_k > count)
+    if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
+        searched = SearchCount(scaled, op.Cast(top_k, to=FLOAT), candidates[:, :1])
+        threshold = op.Where(beyond, searched, found)
+    else:
+        threshold = op.Identity(found)
+    return op.Where(limited, threshold, -3.4028235e38)
+
+
+@script(dspark, default_opset=op)
+def TopPThreshold(scaled, weights, candidates, top_p, floor):
+    # [T, V], [T, V], [T, C] descending, [T, 1], [T, 1] -> [T, 1]
+    """The smallest logit such that the kept tokens above it hold less than ``top_p`` of what ``floor`` keeps."""
+    top = candidates[:, :1]
+    kept = op.Where(scaled >= floor, weights, 0.0)
+    budget = op.ReduceSum(kept, [1], keepdims=1) * top_p
+    before = op.CumSum(op.Exp(candidates - top), 1, exclusive=1)
+    inside = op.ReduceSum(op.Cast(before < budget, to=INT64), [1], keepdims=1)
+    found = op.GatherElements(candidates, op.Max(inside - 1, [0]), axis=1)
+    limited = top_p < 1.0
+    count = op.Shape(candidates, start=1, end=2)
+    hidden = op.And(inside == count, count < op.Shape(scaled, start=1, end=2))
+    beyond = op.And(limited, hidden)
+    if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
+        searched = SearchMass(scaled, weights, budget, top)
+        threshold = op.Where(beyond, searched, found)
+    else:
+        threshold = op.Identity(found)
+    return op.Where(limited, threshold, floor)
+
+
+@script(dspark, default_opset=op)
+def FilterLogits(scaled, top_k, top_p, min_p):  # [T, V], int64 [T], [T], [T] -> [T, V]
+    """Scaled logits with −inf where top-k, top-p or min-p drop a token; NaN stays NaN."""
+    candidates, places = op.TopK(
+        scaled, op.Min(op.Constant(value_ints=[CANDIDATES]), op.Shape(scaled, start=1, end=2)), axis=1
+    )
+    weights = op.Exp(scaled - candidates[:, :1])
+    floor = TopKThreshold(scaled, candidates, op.Unsqueeze(top_k, [1]))
+    nucleus = TopPThreshold(scaled, weights, candidates, op.Unsqueeze(top_p, [1]), floor)
+    dropped = op.Or(scaled < op.Max(floor, nucleus), weights < op.Unsqueeze(min_p, [1]))
+    return op.Where(dropped, -op.Constant(value_float=float("inf")), scaled)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lossless verification in NumPy: the specification that every other implementation is tested against.
+
+One round hands over, for each request r of a ragged batch, the target's logits of its anchor row and
+of its ℓ_r ≤ γ drafted rows (``offsets[r] .. offsets[r+1]-1``), and the drafted tokens. What comes back,
+the accepted drafts and one more token, is distributed exactly as the target's own samples.
+
+``rejection``: Leviathan et al. 2023 (arXiv 2211.17192) and section 2.1 of the DSpark paper.
+``coupled``: Daliri et al. (arXiv 2408.07978); see `dspark_trt.plugins.philox` for the noise.
+
+A request is refused (accepted −1, all its tokens −1) when the row its last token would come from holds
+NaN or +inf or allows no token, or when the draft row it is compared with does. Rows behind that one are
+never looked at, as in decoding without drafts; other requests of the batch are not affected.
+
+Legend: T target rows, B requests, K = γ, V vocabulary. Floats are float32.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.plugins.distribution import (
+    is_greedy,
+    is_usable,
+    probabilities,
+    target_distribution,
+)
+from dspark_trt.plugins.philox import gumbel_scores
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+# Tokens a block of the two-level draw: about the square root of a vocabulary of 150,000, a power of two.
+BLOCK = 512
+# Uniforms are multiples of 2^-24. An odd number near 2^24 / golden ratio: n → n·SPREAD mod 2^24 visits the
+# 24-bit numbers once each, and any run of consecutive n lands evenly spaced.
+UNIFORM_STEPS = 1 << 24
+SPREAD = 10368889
+REFUSED = -1
+
+
+class Verified(NamedTuple):
+    """What one round commits: ``tokens[r, : accepted[r] + 1]``, −1 behind; accepted −1 is a refusal."""
+
+    accepted: Ints  # [B]
+    tokens: Ints  # [B, K+1]
+
+
+def pick(weights: Floats, uniform: float) -> int:
+    """Inverse CDF: the last token of positive weight whose preceding mass is at most ``uniform`` · total.
+
+    Said so, no edge needs a rule of its own: 0 gives the first token of positive weight, 1 the last, and
+    a token of weight zero is never drawn, however the sums were rounded.
+    """
+    mass = np.cumsum(weights, dtype=np.float32)
+    before = np.concatenate([np.zeros(1, np.float32), mass[:-1]])
+    hits = np.flatnonzero((weights > 0) & (before <= np.float32(uniform) * mass[-1]))
+    return int(hits[-1]) if hits.size else 0
+
+
+def spread(uniform: float) -> np.float32:
+    """A second number in [0, 1) from the same 24 bits: evenly spaced where ``uniform`` is confined to a block."""
+    return np.float32(int(uniform * UNIFORM_STEPS) * SPREAD % UNIFORM_STEPS) / np.float32(UNIFORM_STEPS)
+
+
+def draw(weights: Floats, uniform: float) -> int:
+    """One token in proportion to ``weights [V]``: first a block of `BLOCK` tokens, then a token inside it.
+
+    Two short cumulative sums instead of one long: rounding moves a boundary by 1e-7 of a block's mass, not
+    of the whole, so that implementations which add in another order still return the same token.
+    """
+    blocks = np.pad(weights, (0, -len(weights) % BLOCK)).reshape(-1, BLOCK)
+    block = pick(blocks.sum(axis=1, dtype=np.float32), uniform)
+    return block * BLOCK + pick(blocks[block], float(spread(uniform)))
+
+
+def sample_draft(logits: Floats, temperature: Floats, uniforms: Floats) -> Ints:
+    """One token a row from softmax(logits / temperature); temperature 0 gives the first maximum.
+
+    Shapes: logits [B, V], temperature [B], uniforms [B] in [0, 1) -> int64 [B].
+    """
+    return np.array(
+        [
+            draw(probabilities(row, t), float(u)) if is_usable(row) else 0
+            for row, t, u in zip(logits, temperature, uniforms, strict=True)
+        ],
+        np.int64,
+    ).reshape(len(logits))
+
+
+def verify_rejection(
+    target_logits: Floats,  # [T, V]
+    offsets: Ints,  # [B+1]
+    draft_tokens: Ints,  # [B, K]
+    draft_logits: Floats,  # [B, K, V]
+    draft_temperature: Floats,  # [B]
+    temperature: Floats,  # [B]
+    top_k: Ints,  # [B]
+    top_p: Floats,  # [B]
+    min_p: Floats,  # [B]
+    uniforms: Floats,  # [B, K+1]: K to accept with, one for the last token
+) -> Verified:
+    """Accept x_k if u·q(x_k) < p(x_k); the first rejected place draws from norm(max(p − q, 0)), else a bonus from p.
+
+    q is the softmax of the very ``draft_logits`` the token was drawn from, or a point mass on the token
+    where ``draft_temperature`` is 0. Uniforms are below 1, so u·q < p accepts with probability min(1, p/q).
+    """
+    committed = []
+    for r, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        drafted = draft_tokens[r, : end - start - 1]
+        tokens: list[int] = []
+        for k, row in enumerate(target_logits[start:end]):
+            p = target_distribution(row, temperature[r], top_k[r], top_p[r], min_p[r])
+            if p is None:
+                tokens = []
+                break
+            if k == len(drafted):
+                tokens.append(draw(p, float(uniforms[r, -1])))
+                break
+            x = int(drafted[k])
+            if is_greedy(draft_temperature[r]):
+                q = np.zeros_like(p)
+                q[x] = 1
+            elif is_usable(draft_logits[r, k]):
+                q = probabilities(draft_logits[r, k], draft_temperature[r])
+            else:
+                tokens = []
+                break
+            if uniforms[r, k] * q[x] < p[x]:
+                tokens.append(x)
+                continue
+            residual = np.maximum(p - q, np.float32(0))
+            residual[x] = 0  # p(x) < q(x): rounding may say otherwise
+            tokens.append(draw(residual if residual.any() else p, float(uniforms[r, -1])))
+            break
+        committed.append(tokens)
+    return _pack(committed, draft_tokens.shape[1])
+
+
+def verify_coupled(
+    target_logits: Floats,  # [T, V]
+    offsets: Ints,  # [B+1]
+    draft_tokens: Ints,  # [B, K]
+    temperature: Floats,  # [B]
+    top_k: Ints,  # [B]
+    top_p: Floats,  # [B]
+    min_p: Floats,  # [B]
+    seeds: Ints,  # [B]
+    positions: Ints,  # [B]: absolute position of the first drafted token
+) -> Verified:
+    """Keep drafts as long as they are the token the target itself draws with this seed at this position."""
+    committed = []
+    for r, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        own = (
+            sample_coupled(row, temperature[r], top_k[r], top_p[r], min_p[r], seeds[r], positions[r] + k)
+            for k, row in enumerate(target_logits[start:end])
+        )
+        tokens: list[int] = []
+        for k, token in enumerate(own):
+            if token == REFUSED:
+                tokens = []
+                break
+            tokens.append(token)
+            if k < end - start - 1 and token != draft_tokens[r, k]:
+                break
+        committed.append(tokens)
+    return _pack(committed, draft_tokens.shape[1])
+
+
+def sample_coupled(
+    logits: Floats,  # [V]
+    temperature: np.float32,
+    top_k: np.int64,
+    top_p: np.float32,
+    min_p: np.float32,
+    seed: np.int64,
+    position: np.int64,
+) -> int:
+    """The target's own sample at an absolute position: first maximum of logits / temperature + Gumbel noise.
+
+    Returns `REFUSED` for a row from which nothing can be drawn. A drafter calls this with its own logits.
+    """
+    p = target_distribution(logits, temperature, top_k, top_p, min_p)
+    if p is None:
+        return REFUSED
+    if is_greedy(temperature):
+        return int(p.argmax())
+    scores = gumbel_scores(logits / temperature, seed, position)
+    return int(np.where(p > 0, scores, -np.inf).argmax())
+
+
+def _pack(committed: Sequence[Sequence[int]], gamma: int) -> Verified:
+    tokens = np.full((len(committed), gamma + 1), REFUSED, np.int64)
+    for row, request in zip(tokens, committed, strict=True):
+        row[: len(request)] = request
+    return Verified(np.array([len(request) - 1 for request in committed], np.int64), tokens)
