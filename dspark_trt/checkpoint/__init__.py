@@ -6,6 +6,7 @@ Reading needs no torch; ``TensorRef.load`` does.
 
 from dspark_trt.checkpoint.dialects import is_target
 from dspark_trt.checkpoint.draft import draft_shapes, read_draft
+from dspark_trt.checkpoint.either import read_checkpoint, source_hash
 from dspark_trt.checkpoint.pair import check_pair
 from dspark_trt.checkpoint.records import (
     EMBEDDING,
@@ -15,7 +16,6 @@ from dspark_trt.checkpoint.records import (
     DraftOverrides,
     TargetCheckpoint,
 )
-from dspark_trt.checkpoint.source import hash_files
 from dspark_trt.checkpoint.target import read_target
 from dspark_trt.checkpoint.tensors import TensorRef
 
@@ -30,13 +30,8 @@ __all__ = [
     "check_pair",
     "draft_shapes",
     "is_target",
+    "read_checkpoint",
     "read_draft",
     "read_target",
     "source_hash",
 ]
-
-
-def source_hash(checkpoint: DraftCheckpoint | TargetCheckpoint) -> str:
-    """sha256 over config.json and the safetensors files, streamed."""
-    weights = {ref.file for ref in checkpoint.tensors.values()}
-    return hash_files([checkpoint.path / "config.json", *weights])

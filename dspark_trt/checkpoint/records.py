@@ -50,8 +50,10 @@ class Notes:
             elements[ref.dtype] += ref.num_elements
         dtypes = [dtype for dtype, _ in elements.most_common()]
         self.decide("dtype", "+".join(dtypes), "the tensors, the dtype of most elements first")
-        kind = "yarn" if decoder.rope.yarn_factor > 1 else "default"
-        self.decide("rope", asdict(decoder.rope), f"type {kind}")
+        rope = decoder.rope
+        yarn = rope.yarn_factor > 1
+        value = asdict(rope) if yarn else {"theta": rope.theta}
+        self.decide("rope", value, "YaRN" if yarn else "plain rotary embedding")
         if (setting := fields.find("quantization_config")) is not None:
             self.decide("quantization", None, f"{setting.where} ignored: every tensor is dense")
             self.warn(f"{setting.where} is set, but every tensor is dense: it was ignored")

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What works on drafters and targets alike."""
+
+from pathlib import Path
+
+from dspark_trt.checkpoint.dialects import is_target
+from dspark_trt.checkpoint.draft import read_draft
+from dspark_trt.checkpoint.records import DraftCheckpoint, DraftOverrides, TargetCheckpoint
+from dspark_trt.checkpoint.source import hash_files, resolve_source
+from dspark_trt.checkpoint.target import read_target
+from dspark_trt.checkpoint.tensors import read_tensors
+
+
+def read_checkpoint(
+    source: str | Path,
+    *,
+    overrides: DraftOverrides = DraftOverrides(),  # noqa: B008 (frozen)
+) -> DraftCheckpoint | TargetCheckpoint:
+    """Read ``source`` as what its tensor names show it to be.
+
+    Raises:
+        CheckpointError: as ``read_draft`` and ``read_target``.
+    """
+    folder = resolve_source(source, revision=overrides.revision)
+    if is_target(read_tensors(folder)):
+        return read_target(folder)
+    return read_draft(folder, overrides=overrides)
+
+
+def source_hash(checkpoint: DraftCheckpoint | TargetCheckpoint) -> str:
+    """sha256 over config.json and the safetensors files, streamed."""
+    weights = {ref.file for ref in checkpoint.tensors.values()}
+    return hash_files([checkpoint.path / "config.json", *weights])

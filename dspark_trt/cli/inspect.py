@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dspark-trt inspect``: what a checkpoint is, and why it is read so."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from dspark_trt.checkpoint import (
+    Decision,
+    DraftCheckpoint,
+    DraftOverrides,
+    TargetCheckpoint,
+    TensorRef,
+    check_pair,
+    read_checkpoint,
+    read_target,
+)
+from dspark_trt.cli.output import console, print_json
+from dspark_trt.config import DecoderConfig, SlotSemantics
+from dspark_trt.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What ``inspect`` shows of anything: plain facts, decisions with reasons, warnings."""
+
+    kind: str
+    path: str
+    facts: dict[str, Any]
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        decisions = {
+            item.name: {"value": item.value, "reason": item.reason} for item in self.decisions
+        }
+        return {**asdict(self), "decisions": decisions, "warnings": list(self.warnings)}
+
+
+def command(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="Folder or hub id of a drafter or a target.", show_default=False),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target to check the drafter against.", show_default=False),
+    ] = None,
+    sample_from_anchor: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample-from-anchor/--no-sample-from-anchor",
+            help="Read slot 0 as a prediction, or as discarded, whatever the files say.",
+            show_default=False,
+        ),
+    ] = None,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(help="Mask token, where the files lack it.", show_default=False),
+    ] = None,
+    gamma: Annotated[
+        int | None, typer.Option(help="Draft fewer tokens than trained.", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
+    overrides = DraftOverrides(
+        slot_semantics=slot_semantics_from_flag(sample_from_anchor),
+        mask_token_id=mask_token_id,
+        gamma=gamma,
+        revision=revision,
+    )
+    report = describe(checkpoint, overrides=overrides, target=target)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print_report(report)
+
+
+def slot_semantics_from_flag(sample_from_anchor: bool | None) -> SlotSemantics | None:
+    if sample_from_anchor is None:
+        return None
+    return SlotSemantics.ANCHOR_FIRST if sample_from_anchor else SlotSemantics.IN_PLACE
+
+
+def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> Report:
+    """The report on ``source``, checked against ``target`` if one is given.
+
+    Raises:
+        CheckpointError: it cannot be read, or the two do not belong together.
+    """
+    checkpoint = read_checkpoint(source, overrides=overrides)
+    if isinstance(checkpoint, DraftCheckpoint):
+        return _draft_report(checkpoint, target)
+    if target is not None:
+        raise CheckpointError(f"{source} is a target; --target goes with a drafter")
+    return _target_report(checkpoint)
+
+
+def _draft_report(draft: DraftCheckpoint, target: str | None) -> Report:
+    facts = _sizes(draft.config.decoder, draft.tensors.values())
+    warnings = draft.warnings
+    if target is not None:
+        served = read_target(target)
+        warnings += check_pair(draft, served)
+        facts["target"] = str(served.path)
+        facts["fits_target"] = True
+    return Report(
+        kind="drafter",
+        path=str(draft.path),
+        facts=facts,
+        decisions=draft.decisions,
+        warnings=warnings,
+    )
+
+
+def _target_report(target: TargetCheckpoint) -> Report:
+    facts = _sizes(target.config.decoder, target.tensors.values())
+    facts["tokenizer_files"] = [path.name for path in target.tokenizer_files]
+    return Report(
+        kind="target",
+        path=str(target.path),
+        facts=facts,
+        decisions=target.decisions,
+        warnings=target.warnings,
+    )
+
+
+def _sizes(decoder: DecoderConfig, tensors: Iterable[TensorRef]) -> dict[str, Any]:
+    refs = list(tensors)
+    return {
+        "parameters": sum(ref.num_elements for ref in refs),
+        "weight_bytes": sum(ref.nbytes for ref in refs),
+        "layers": decoder.num_layers,
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size,
+        "heads": decoder.num_heads,
+        "kv_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "vocab_size": decoder.vocab_size,
+        "max_positions": decoder.max_positions,
+    }
+
+
+def _print_report(report: Report) -> None:
+    table = Table(title=f"{report.kind} {escape(report.path)}", title_justify="left")
+    table.add_column("")
+    table.add_column("value", overflow="fold")
+    table.add_column("because", style="dim", overflow="fold")
+    for name, value in report.facts.items():
+        table.add_row(name, _shown(value))
+    table.add_section()
+    for item in report.decisions:
+        table.add_row(item.name, _shown(item.value), escape(item.reason))
+    console.print(table)
+    for text in report.warnings:
+        console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return escape(
+            ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
+        )
+    if isinstance(value, list):
+        return escape(", ".join(map(str, value))) or "none"
+    return "none" if value is None else escape(str(value))

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dspark-trt inspect`` through the real command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dspark_trt.checkpoint import read_draft
+from dspark_trt.cli import build_app
+from dspark_trt.errors import CheckpointError
+from tests.checkpoints import (
+    LAYOUTS,
+    Dims,
+    draft_weights,
+    edit_config,
+    write_draft,
+    write_target,
+)
+
+
+def inspect(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(
+        build_app(), ["inspect", *map(str, arguments)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def inspect_json(*arguments: str | Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(inspect(*arguments, "--json"))
+    return report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_json_has_every_decision_by_name(tmp_path: Path, layout: str) -> None:
+    path = write_draft(tmp_path / "draft", layout=layout)
+    report, checkpoint = inspect_json(path), read_draft(path)
+    assert report["kind"] == "drafter"
+    assert report["decisions"].keys() == {item.name for item in checkpoint.decisions}
+    assert report["decisions"].keys() >= {
+        "format", "head_type", "markov_rank", "confidence", "gamma", "block_slots", "slot_semantics",
+        "target_layer_ids", "num_target_layers", "mask_token_id", "borrowed", "dtype", "rope",
+    }  # fmt: skip
+    assert report["decisions"]["format"]["value"] == checkpoint.format
+    assert report["decisions"]["gamma"]["value"] == 4
+    assert report["decisions"]["target_layer_ids"]["value"] == [0, 2]
+    assert all(item["reason"] for item in report["decisions"].values())
+
+
+def test_sizes_are_those_of_the_files(tmp_path: Path) -> None:
+    weights = draft_weights(Dims())
+    facts = inspect_json(write_draft(tmp_path / "draft", dtype="bfloat16"))["facts"]
+    assert facts["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    assert facts["weight_bytes"] == 2 * facts["parameters"]
+
+
+def test_table_shows_what_json_says(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", layout="speculators")
+    edit_config(path, drop=["sample_from_anchor"])
+    text = inspect(path)
+    for shown in ("speculators", "vanilla", "hidden+markov", "in_place", "0, 2", "float32"):
+        assert shown in text
+    assert "warning: sample_from_anchor is absent" in text
+
+
+def test_flags_override_the_files(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", layout="speculators")
+    flags = ("--no-sample-from-anchor", "--mask-token-id", "7", "--gamma", "2")
+    decisions = inspect_json(path, *flags)["decisions"]
+    values = {name: item["value"] for name, item in decisions.items()}
+    assert values["slot_semantics"] == "in_place"
+    assert (values["mask_token_id"], values["gamma"], values["block_slots"]) == (7, 2, 3)
+
+
+def test_targets_are_told_from_drafters(tmp_path: Path) -> None:
+    path = write_target(tmp_path / "target", family="llama")
+    report = inspect_json(path)
+    assert (report["kind"], report["decisions"]["family"]["value"]) == ("target", "llama")
+    assert report["facts"]["tokenizer_files"] == ["generation_config.json"]
+    assert "llama" in inspect(path)
+    with pytest.raises(CheckpointError, match="--target goes with a drafter"):
+        inspect(path, "--target", path)
+
+
+def test_pairs_are_checked(tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "draft", max_positions=256)
+    report = inspect_json(draft, "--target", write_target(tmp_path / "target"))
+    assert report["facts"]["fits_target"] is True
+    assert any("max_position_embeddings" in text for text in report["warnings"])
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        inspect(draft, "--target", write_target(tmp_path / "other", vocab=322))
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", config={"target_layer_ids": [0, 3]})
+    code = "from dspark_trt.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(path), "--json"],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "target_layer_ids [0, 3] taps the last of 4 layers" in done.stderr
+    assert "Traceback" not in done.stderr
