@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bundle: a folder that holds everything needed to run a drafter, and can be moved anywhere.
+
+`bundle.json` names every file with its size and hash. Calibration, cost tables and engines may change
+without a new export; they carry their own checks and are not listed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark_trt.config import DraftConfig, TargetConfig
+from dspark_trt.errors import BundleError
+from dspark_trt.files import sha256_of_file, write_json
+
+FORMAT_VERSION = 1
+MANIFEST = "bundle.json"
+WEIGHTS = "weights.bin"
+CALIBRATION = "calibration.json"
+COST_TABLE = "sps.json"
+ENGINES = "engines"
+TOKENIZER = "tokenizer"
+_MUTABLE = frozenset({MANIFEST, CALIBRATION, COST_TABLE, ENGINES})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model came from; `name` is a folder name or hub id, never a path of the exporting machine."""
+
+    name: str
+    format: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    path: Path
+    dtype: str  # of matrix products and caches: float32, float16, bfloat16
+    draft: DraftConfig
+    draft_source: Source
+    target: TargetConfig | None  # None: the host owns the target
+    target_source: Source | None
+    files: Mapping[str, FileRecord]
+    tool_versions: Mapping[str, str]
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Positions both models were configured for: the most rows a cache may hold."""
+        limits = [self.draft.decoder.max_positions]
+        if self.target is not None:
+            limits.append(self.target.decoder.max_positions)
+        return min(limits)
+
+    @property
+    def graph_names(self) -> tuple[str, ...]:
+        return tuple(sorted(name[:-5] for name in self.files if name.endswith(".onnx")))
+
+    def graph_path(self, name: str) -> Path:
+        """Path of a graph.
+
+        Raises:
+            BundleError: the bundle has no such graph.
+        """
+        if f"{name}.onnx" not in self.files:
+            hint = (
+                " Export again with --target to run the target from this bundle."
+                if name in ("target", "verify")
+                else ""
+            )
+            raise BundleError(
+                f"{self.path} has no graph {name}; it has {', '.join(self.graph_names)}.{hint}"
+            )
+        return self.path / f"{name}.onnx"
+
+    def fingerprint(self) -> str:
+        """Short name of the exact graphs and weights, for engines and cost tables."""
+        from hashlib import sha256
+
+        listing = json.dumps({name: record.sha256 for name, record in sorted(self.files.items())})
+        return sha256(listing.encode()).hexdigest()[:16]
+
+
+def write_manifest(bundle: Bundle) -> None:
+    def source(value: Source | None) -> dict[str, str] | None:
+        return value and {"name": value.name, "format": value.format, "sha256": value.sha256}
+
+    write_json(
+        bundle.path / MANIFEST,
+        {
+            "format_version": FORMAT_VERSION,
+            "dtype": bundle.dtype,
+            "gamma": bundle.draft.gamma,
+            "draft": {"source": source(bundle.draft_source), "config": bundle.draft.to_json()},
+            "target": bundle.target
+            and {"source": source(bundle.target_source), "config": bundle.target.to_json()},
+            "files": {
+                name: {"sha256": record.sha256, "bytes": record.size_bytes}
+                for name, record in sorted(bundle.files.items())
+            },
+            "tool_versions": dict(bundle.tool_versions),
+        },
+    )
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Every file below `folder`, hashed, by its name relative to it."""
+    return {
+        file.relative_to(folder).as_posix(): FileRecord(
+            sha256=sha256_of_file(file), size_bytes=file.stat().st_size
+        )
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def load_bundle(path: str | Path, *, verify_hashes: bool = True) -> Bundle:
+    """Read and check a bundle.
+
+    Args:
+        path: the bundle's folder.
+        verify_hashes: also hash every file; sizes and names are always checked.
+
+    Raises:
+        BundleError: no bundle there, another format version, or a changed, missing or foreign file.
+    """
+    path = Path(path)
+    bundle = _read_manifest(path)
+    _check_files(bundle, verify_hashes)
+    return bundle
+
+
+def _read_manifest(path: Path) -> Bundle:
+    manifest = path / MANIFEST
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(
+            f"{path} is no bundle: it has no {MANIFEST}. "
+            "Make one with: dspark-trt export --draft DRAFTER --target TARGET -o BUNDLE"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{manifest} cannot be read: {error}. Export the bundle again.") from error
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{path} has bundle format {version!r}, this version of dspark-trt reads {FORMAT_VERSION}. "
+            "Export the bundle again."
+        )
+    try:
+        return _bundle_from_json(path, data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BundleError(
+            f"{manifest} is damaged ({type(error).__name__}: {error}). Export the bundle again."
+        ) from error
+
+
+def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
+    target = data["target"]
+    return Bundle(
+        path=path,
+        dtype=data["dtype"],
+        draft=DraftConfig.from_json(data["draft"]["config"]),
+        draft_source=Source(**data["draft"]["source"]),
+        target=TargetConfig.from_json(target["config"]) if target else None,
+        target_source=Source(**target["source"]) if target else None,
+        files={
+            name: FileRecord(sha256=record["sha256"], size_bytes=record["bytes"])
+            for name, record in data["files"].items()
+        },
+        tool_versions=data["tool_versions"],
+    )
+
+
+def _check_files(bundle: Bundle, verify_hashes: bool) -> None:
+    mend = "Restore it, or export the bundle again."
+    for name, record in bundle.files.items():
+        file = bundle.path / name
+        if not file.is_file():
+            raise BundleError(f"{bundle.path}: {name} is missing. {mend}")
+        size = file.stat().st_size
+        if size != record.size_bytes:
+            raise BundleError(
+                f"{bundle.path}: {name} has {size} bytes, expected {record.size_bytes}. {mend}"
+            )
+        if verify_hashes and (seen := sha256_of_file(file)) != record.sha256:
+            raise BundleError(
+                f"{bundle.path}: {name} was changed: sha256 {seen[:12]}…, "
+                f"expected {record.sha256[:12]}…. {mend}"
+            )
+    for file in bundle.path.rglob("*"):
+        name = file.relative_to(bundle.path).as_posix()
+        known = name in bundle.files or name.split("/")[0] in _MUTABLE
+        if file.is_file() and not known and not file.name.startswith("."):
+            raise BundleError(
+                f"{bundle.path}: {name} does not belong to this bundle. Move it out of the folder."
+            )

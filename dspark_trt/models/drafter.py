@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole drafter: backbone, lm_head, sequential head, confidence head; one draft step."""
+
+import torch
+from torch import Tensor, nn
+
+from dspark_trt.config import ConfidenceInput, DraftConfig, HeadType
+from dspark_trt.models.backbone import Backbone
+from dspark_trt.models.heads import ConfidenceHead, SequentialHead
+from dspark_trt.models.layers import Projection
+from dspark_trt.models.operators import sample_draft
+
+
+class Drafter(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        decoder = config.decoder
+        self.backbone = Backbone(config)
+        self.lm_head = Projection(decoder.hidden_size, decoder.vocab_size, bias=False)
+        if config.head_type is not HeadType.NONE:
+            self.markov_head = SequentialHead(config)
+        if config.confidence is not ConfidenceInput.NONE:
+            self.confidence_head = ConfidenceHead(config)
+
+    def base_logits(self, hidden: Tensor) -> Tensor:  # [.., H] -> float32 [.., V]
+        return self.lm_head(hidden)
+
+    def draft(
+        self, anchor_ids: Tensor, hidden: Tensor, temperature: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sample x_1..x_γ left to right from hidden `[B, γ, H]`.
+
+        Returns tokens int64 `[B, γ]`, logits float32 `[B, γ, V]` (the vector each token was drawn from,
+        before temperature) and confidence logits `[B, γ]`.
+        """
+        base = self.base_logits(hidden)
+        token, tokens, logits, previous = anchor_ids, [], [], []
+        sequential = self.config.head_type is not HeadType.NONE
+        if sequential:
+            state = hidden.new_zeros((hidden.shape[0], self.markov_head.state_size))
+        for k in range(self.config.gamma):
+            step = base[:, k]
+            if sequential:
+                previous.append(self.markov_head.previous(token))
+                step, state = self.markov_head(step, previous[-1], hidden[:, k], state)
+            token = sample_draft(step, temperature, uniforms[:, k])
+            tokens.append(token)
+            logits.append(step)
+        confidence = None
+        if self.config.confidence is not ConfidenceInput.NONE:
+            features = torch.stack(previous, 1) if previous else hidden
+            confidence = self.confidence_head(hidden, features)
+        return torch.stack(tokens, 1), torch.stack(logits, 1) if sequential else base, confidence
+
+    def forward(
+        self,
+        anchor_ids: Tensor,  # int64 [B]
+        new_taps: Tensor,  # float32 [B, γ+1, m*H]
+        new_len: Tensor,  # int64 [B]
+        context_len: Tensor,  # int64 [B]
+        temperature: Tensor,  # float32 [B]
+        uniforms: Tensor,  # float32 [B, γ]
+        *caches: Tensor,  # 2L x [B, Hkv, S, D]
+    ) -> tuple[Tensor, ...]:
+        """One fused draft step: tokens, logits, confidence logits (with a head), caches."""
+        hidden, updated = self.backbone(anchor_ids, new_taps, new_len, context_len, *caches)
+        tokens, logits, confidence = self.draft(anchor_ids, hidden, temperature, uniforms)
+        scores = () if confidence is None else (confidence,)
+        return (tokens, logits, *scores, *updated)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few operators that torch and ONNX must agree on: an eager form, and the ONNX node it exports as.
+
+Everything else in the modules is plain torch that the exporter translates. Caches are updated in place
+in eager mode and functionally while exporting, where the runtime aliases `TensorScatter` instead.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import SymInt, Tensor
+from torch.nn import functional
+
+_OPSET = 24
+
+
+def _node(
+    op_type: str,
+    inputs: Sequence[Tensor | None],
+    attrs: dict[str, int | float],
+    *,
+    dtype: torch.dtype,
+    shape: Sequence[int | SymInt],
+) -> Tensor:
+    node: Tensor = torch.onnx.ops.symbolic(
+        op_type, inputs, attrs, dtype=dtype, shape=shape, version=_OPSET
+    )
+    return node
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [.., D], [D] -> float32 [.., D]
+    """ONNX `RMSNormalization`, in float32 whatever the model's precision: squares of 4e2 overflow float16."""
+    x, weight = x.float(), weight.float()
+    if torch.compiler.is_exporting():
+        attrs = {"axis": -1, "epsilon": eps, "stash_type": 1}
+        return _node("RMSNormalization", (x, weight), attrs, dtype=x.dtype, shape=x.shape)
+    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """ONNX `RotaryEmbedding`, half-split pairing: float32 `[B, N, heads, D]` by `[B, N, D/2]` tables."""
+    if torch.compiler.is_exporting():
+        flat = x.flatten(-2)
+        attrs = {"num_heads": x.shape[-2]}
+        turned = _node("RotaryEmbedding", (flat, cos, sin), attrs, dtype=x.dtype, shape=flat.shape)
+        return turned.unflatten(-1, x.shape[-2:])
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def scatter_rows(cache: Tensor, update: Tensor, write_indices: Tensor) -> Tensor:
+    """ONNX `TensorScatter`: write `update [B, Hkv, N, D]` into `cache [B, Hkv, S, D]` from row
+    `write_indices [B]` on.
+    """
+    if torch.compiler.is_exporting():
+        inputs = (cache, update, write_indices)
+        return _node("TensorScatter", inputs, {"axis": 2}, dtype=cache.dtype, shape=cache.shape)
+    rows = write_indices[:, None] + torch.arange(update.shape[2], device=update.device)
+    batch = torch.arange(cache.shape[0], device=cache.device)[:, None]
+    cache.transpose(1, 2)[batch, rows] = update.transpose(1, 2)
+    return cache
+
+
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, valid_len: Tensor, *, is_causal: bool
+) -> Tensor:
+    """ONNX `Attention` with `nonpad_kv_seqlen`: `query [B, Hq, N, D]` over the first `valid_len [B]` rows
+    of caches `[B, Hkv, S, D]`.
+
+    Causal masks are aligned bottom-right (onnx/onnx#8068): query i sees rows j <= i + valid_len - N.
+    """
+    if torch.compiler.is_exporting():
+        return _node(
+            "Attention",
+            (query, key, value, None, None, None, valid_len),
+            {"is_causal": int(is_causal), "softmax_precision": 1},
+            dtype=query.dtype,
+            shape=query.shape,
+        )
+    span = int(valid_len.max())
+    columns = torch.arange(span, device=query.device)
+    limit = valid_len[:, None, None].expand(-1, query.shape[2], 1)
+    if is_causal:
+        limit = limit - torch.arange(query.shape[2] - 1, -1, -1, device=query.device)[:, None]
+    visible = (columns < limit).unsqueeze(1)  # [B, 1, N, span]
+    return functional.scaled_dot_product_attention(
+        query, key[:, :, :span], value[:, :, :span], attn_mask=visible, enable_gqa=True
+    )
+
+
+def sample_draft(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
+    """`dspark::SampleDraft`: draw one token a row from float32 `[B, V]`, `[B]`, `[B]` -> int64 `[B]`.
+
+    Temperature 0 takes the first maximum; the semantics are `plugins.specification.sample_draft`.
+    """
+    if torch.compiler.is_exporting():
+        inputs = (logits, temperature, uniforms)
+        return _node(
+            "dspark::SampleDraft", inputs, {}, dtype=torch.int64, shape=temperature.shape
+        )
+    from dspark_trt.plugins.specification import sample_draft as specification
+
+    drawn = specification(logits.cpu().numpy(), temperature.cpu().numpy(), uniforms.cpu().numpy())
+    return torch.from_numpy(drawn).to(logits.device)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense targets (Qwen3, Llama family) on ragged rows, with taps.
+
+Matrix products run on the T = Σ(1+ℓ_r) flattened rows of all requests; rows are padded to `[B, L]` only
+around attention, so a step's cost follows the tokens really verified.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dspark_trt.config import DecoderConfig, TargetConfig
+from dspark_trt.models.layers import MLP, Projection, RMSNorm
+from dspark_trt.models.operators import cached_attention, rotary, scatter_rows
+from dspark_trt.models.rope import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """How flattened rows sit in the padded batch. Rows of a request are left-aligned, so its row i sees
+    cache rows up to `context_len + i`; padding rows write garbage past the valid end, seen by nobody.
+    """
+
+    pad_index: Tensor  # int64 [B, L]: flattened row at each padded place (any row where there is none)
+    unpad_index: Tensor  # int64 [T]: padded place of each flattened row
+    context_len: Tensor  # int64 [B]
+    rotation: tuple[Tensor, Tensor]  # float32 [1, T, D/2]
+
+
+class TargetAttention(nn.Module):
+    def __init__(self, decoder: DecoderConfig) -> None:
+        super().__init__()
+        self.decoder = decoder
+        heads, kv_heads, head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
+        self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        bias = decoder.attention_bias
+        self.qkv_proj = Projection(decoder.hidden_size, sum(self.sizes), bias=bias)
+        self.o_proj = Projection(heads * head_dim, decoder.hidden_size, bias=bias)
+        if decoder.qk_norm:
+            self.q_norm = RMSNorm(head_dim, decoder.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, decoder.rms_norm_eps)
+
+    def forward(
+        self, rows: Tensor, ragged: RaggedRows, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = self.qkv_proj(rows).split(self.sizes, dim=-1)
+        queries, keys = self._heads(queries), self._heads(keys)
+        if self.decoder.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries = rotary(queries.unsqueeze(0), *ragged.rotation).squeeze(0).flatten(-2)
+        keys = rotary(keys.unsqueeze(0), *ragged.rotation).squeeze(0).flatten(-2)
+        dtype = self.qkv_proj.weight.dtype
+        queries, keys, values = (
+            self._padded(x, ragged.pad_index).to(dtype) for x in (queries, keys, values)
+        )
+        key_cache = scatter_rows(key_cache, keys, ragged.context_len)
+        value_cache = scatter_rows(value_cache, values, ragged.context_len)
+        valid_len = ragged.context_len + ragged.pad_index.shape[1]
+        mixed = cached_attention(queries, key_cache, value_cache, valid_len, is_causal=True)
+        flat = mixed.transpose(1, 2).flatten(-2).flatten(0, 1)
+        return (
+            self.o_proj(functional.embedding(ragged.unpad_index, flat)),
+            key_cache,
+            value_cache,
+        )
+
+    def _heads(self, x: Tensor) -> Tensor:  # [T, heads*D] -> [T, heads, D]
+        return x.unflatten(-1, (-1, self.decoder.head_dim))
+
+    def _padded(self, x: Tensor, pad_index: Tensor) -> Tensor:  # [T, heads*D] -> [B, heads, L, D]
+        return self._heads(functional.embedding(pad_index, x)).transpose(1, 2)
+
+
+class TargetLayer(nn.Module):
+    def __init__(self, decoder: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.self_attn = TargetAttention(decoder)
+        self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.mlp = MLP(decoder)
+
+    def forward(
+        self, hidden: Tensor, ragged: RaggedRows, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, key_cache, value_cache = self.self_attn(
+            self.input_layernorm(hidden), ragged, key_cache, value_cache
+        )
+        hidden = hidden + mixed
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key_cache, value_cache
+
+
+class Target(nn.Module):
+    """A language model that also returns taps: outputs of `target_layer_ids`, concatenated."""
+
+    def __init__(self, config: TargetConfig, target_layer_ids: tuple[int, ...]) -> None:
+        super().__init__()
+        self.config = config
+        self.target_layer_ids = target_layer_ids
+        decoder = config.decoder
+        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.layers = nn.ModuleList(TargetLayer(decoder) for _ in range(decoder.num_layers))
+        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.lm_head = Projection(decoder.hidden_size, decoder.vocab_size, bias=False)
+        self.rotary = RotaryTable(decoder)
+
+    def forward(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+        pad_index: Tensor,  # int64 [B, L]
+        unpad_index: Tensor,  # int64 [T]
+        logit_rows: Tensor,  # int64 [R]: rows whose logits are wanted
+        context_len: Tensor,  # int64 [B]
+        *caches: Tensor,  # 2L x [B, Hkv, S, D]
+    ) -> tuple[Tensor, ...]:
+        """Logits float32 `[R, V]`, taps float32 `[T, m*H]`, caches."""
+        ragged = RaggedRows(pad_index, unpad_index, context_len, self.rotary(positions.unsqueeze(0)))
+        hidden = self.embed_tokens(token_ids).float()
+        taps = {-1: hidden}
+        updated = []
+        for i, (layer, key_cache, value_cache) in enumerate(
+            zip(self.layers, caches[::2], caches[1::2], strict=True)
+        ):
+            hidden, key_cache, value_cache = layer(hidden, ragged, key_cache, value_cache)
+            updated += [key_cache, value_cache]
+            if i in self.target_layer_ids:
+                taps[i] = hidden
+        wanted = functional.embedding(logit_rows, hidden)
+        logits = self.lm_head(self.norm(wanted))
+        return (logits, torch.cat([taps[i] for i in self.target_layer_ids], -1), *updated)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints -> bundle: read, check, trace every graph, write each weight once."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import onnx_ir as ir
+
+from dspark_trt import __version__
+from dspark_trt.bundle import (
+    TOKENIZER,
+    WEIGHTS,
+    Bundle,
+    Source,
+    load_bundle,
+    record_files,
+    write_manifest,
+)
+from dspark_trt.checkpoint import (
+    DraftCheckpoint,
+    TargetCheckpoint,
+    check_pair,
+    source_hash,
+)
+from dspark_trt.errors import ExportError
+from dspark_trt.export.functions import add_dspark_functions
+from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
+from dspark_trt.export.onnx_from_module import onnx_from_module
+from dspark_trt.export.weights import WeightFile
+from dspark_trt.files import new_directory
+from dspark_trt.models.loading import (
+    ParameterSource,
+    draft_tensors,
+    drafter_skeleton,
+    parameter_sources,
+    reserve,
+    target_skeleton,
+)
+
+DTYPES = ("float32", "float16", "bfloat16")
+_TOOLS = ("torch", "onnx", "onnx-ir", "onnxscript", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One report: `done` of `total` units of `stage` ("trace" in graphs, "write" in bytes, "hash")."""
+
+    stage: str
+    detail: str
+    done: int
+    total: int
+
+
+def export_bundle(
+    draft: DraftCheckpoint,
+    target: TargetCheckpoint | None,
+    output: Path,
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> Bundle:
+    """Export all graphs of a drafter, and of its target unless the host owns it.
+
+    Raises:
+        CheckpointError: drafter and target do not belong together, or a tensor cannot be read.
+        ExportError: unknown dtype, the output exists, the disk is full, or a graph cannot be traced.
+    """
+    if dtype not in DTYPES:
+        raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if output.exists() and not overwrite:
+        raise ExportError(f"{output} exists already. Choose another folder, or pass --overwrite.")
+    if target is not None:
+        check_pair(draft, target)
+    plan = _plan(draft, target, dtype)
+    _check_disk(output, plan.sources)
+    try:
+        with new_directory(output) as folder:
+            _write_graphs(plan, folder, on_progress)
+            if target is not None:
+                _write_verifiers(draft, folder)
+            _copy_tokenizer(target, folder)
+            on_progress(Progress("hash", "sha256", 0, 1))
+            write_manifest(_describe(draft, target, dtype, folder))
+            if output.exists():  # only with overwrite: the old bundle goes when the new one is whole
+                shutil.rmtree(output)
+    except OSError as error:
+        raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
+    return load_bundle(output, verify_hashes=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    graphs: tuple[Graph, ...]
+    sources: tuple[dict[str, ParameterSource], ...]  # per graph, by the module's parameter names
+
+
+def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -> _Plan:
+    torch_dtype = TORCH_DTYPES[dtype]
+    drafter = drafter_skeleton(draft.config)
+    sources = parameter_sources(drafter, draft_tensors(draft, target), torch_dtype)
+    reserve(drafter, sources)
+    graphs = draft_graphs(drafter, dtype)
+    per_graph = [sources] * len(graphs)
+    if target is not None:
+        module = target_skeleton(target.config, draft.config.target_layer_ids)
+        target_sources = parameter_sources(module, target.tensors, torch_dtype)
+        reserve(module, target_sources)
+        graphs.append(target_graph(module, draft.config, dtype))
+        per_graph.append(target_sources)
+    return _Plan(tuple(graphs), tuple(per_graph))
+
+
+def _write_graphs(plan: _Plan, folder: Path, on_progress: Callable[[Progress], None]) -> None:
+    traced = []
+    for done, graph in enumerate(plan.graphs):
+        on_progress(Progress("trace", graph.name, done, len(plan.graphs)))
+        traced.append(onnx_from_module(graph))
+    total = sum(source.nbytes for source in _distinct(plan.sources))
+    written = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal written
+        written += count
+        on_progress(Progress("write", WEIGHTS, min(written, total), total))
+
+    with (folder / WEIGHTS).open("wb") as stream:
+        weights = WeightFile(stream, WEIGHTS, on_bytes)
+        for graph, model, sources in zip(plan.graphs, traced, plan.sources, strict=True):
+            weights.attach(model, sources)
+            _save(add_dspark_functions(model), folder / f"{graph.name}.onnx")
+
+
+def _write_verifiers(draft: DraftCheckpoint, folder: Path) -> None:
+    """`verify.onnx` (exact rejection sampling) and the small graph for batches that are all greedy."""
+    from dspark_trt.plugins.contract import VerifyMode
+    from dspark_trt.plugins.verify_model import verify_model
+
+    files = {VerifyMode.REJECTION: "verify.onnx", VerifyMode.GREEDY: "verify_greedy.onnx"}
+    for mode, file in files.items():
+        model = verify_model(
+            mode=mode, gamma=draft.config.gamma, vocab_size=draft.config.decoder.vocab_size
+        )
+        (folder / file).write_bytes(model.SerializeToString())
+
+
+def _save(model: ir.Model, path: Path) -> None:
+    path.write_bytes(ir.to_proto(model).SerializeToString())
+
+
+def _distinct(sources: tuple[dict[str, ParameterSource], ...]) -> set[ParameterSource]:
+    return {source for per_graph in sources for source in per_graph.values()}
+
+
+def _check_disk(output: Path, sources: tuple[dict[str, ParameterSource], ...]) -> None:
+    needed = sum(source.nbytes for source in _distinct(sources))
+    parent = next(p for p in (output.absolute(), *output.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise ExportError(
+            f"{output} needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on that disk"
+        )
+
+
+def _copy_tokenizer(target: TargetCheckpoint | None, folder: Path) -> None:
+    if target is None or not target.tokenizer_files:
+        return
+    (folder / TOKENIZER).mkdir()
+    for file in target.tokenizer_files:
+        shutil.copyfile(file, folder / TOKENIZER / file.name)
+
+
+def _describe(
+    draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str, folder: Path
+) -> Bundle:
+    return Bundle(
+        path=folder,
+        dtype=dtype,
+        draft=draft.config,
+        draft_source=Source(name=draft.path.name, format=draft.format, sha256=source_hash(draft)),
+        target=target and target.config,
+        target_source=target
+        and Source(
+            name=target.path.name, format=target.config.family.value, sha256=source_hash(target)
+        ),
+        files=record_files(folder),
+        tool_versions={"dspark-trt": __version__, **_tool_versions()},
+    )
+
+
+def _tool_versions() -> dict[str, str]:
+    found = {}
+    for tool in _TOOLS:
+        try:
+            found[tool] = version(tool)
+        except PackageNotFoundError:  # a vendored or renamed build
+            found[tool] = "unknown"
+    return found

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph passes of the exporter. Each changes the model in place and says how many places it changed."""
+
+import onnx_ir as ir
+
+# Name of an initializer that holds another one transposed; `weights.py` writes it from its source.
+TRANSPOSED_SUFFIX = ".T"
+
+
+def fold_weight_transposes(model: ir.Model) -> int:
+    """`MatMul(x, Transpose(W))` -> `MatMul(x, W.T)` with W.T stored transposed.
+
+    torch keeps linear weights as [out, in]; backends would transpose them at every load.
+    """
+    folded = 0
+    for node in list(model.graph):
+        weight = node.inputs[0] if node.op_type == "Transpose" else None
+        if weight is None or not weight.is_initializer() or list(node.attributes["perm"].as_ints()) != [1, 0]:
+            continue
+        assert weight.name is not None
+        assert weight.shape is not None
+        name = weight.name + TRANSPOSED_SUFFIX
+        if name not in model.graph.initializers:
+            source = weight.const_value
+            assert source is not None
+            shape = ir.Shape(reversed(weight.shape.dims))
+            tensor = ir.LazyTensor(source.numpy, dtype=source.dtype, shape=shape, name=name)
+            model.graph.initializers[name] = ir.Value(
+                name=name, shape=shape, type=weight.type, const_value=tensor
+            )
+        node.outputs[0].replace_all_uses_with(model.graph.initializers[name])
+        model.graph.remove(node, safe=True)
+        if not weight.uses():
+            del model.graph.initializers[weight.name]
+        folded += 1
+    return folded
+
+
+def drop_unused_outputs(model: ir.Model) -> int:
+    """Trailing outputs nobody reads: TensorRT's parser rejects the optional ones of `Attention`."""
+    dropped = 0
+    for node in model.graph:
+        used = len(node.outputs)
+        while used > 1 and not node.outputs[used - 1].uses() and not node.outputs[used - 1].is_graph_output():
+            used -= 1
+        if used < len(node.outputs):
+            dropped += len(node.outputs) - used
+            node.resize_outputs(used)
+    return dropped

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One weight file for all graphs of a bundle.
+
+Graphs share tensors (fused draft and its parts, borrowed embeddings, tied heads), so equal tensors are
+stored once: by source, and by content where two files hold the same bytes. Tensors are read, transposed
+and written one at a time; the whole model is never in memory.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx_ir as ir
+import torch
+
+from dspark_trt.export.passes import TRANSPOSED_SUFFIX
+from dspark_trt.models.loading import ParameterSource
+
+INLINE_BYTES = 1024  # smaller tensors stay in the graph file
+_ALIGNMENT = 4096  # page size: lets a runtime map a tensor in place
+
+_IR_DTYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+}
+
+
+class WeightFile:
+    """Appends tensors to a file and hands out the graph tensors that point at them."""
+
+    def __init__(self, stream: BinaryIO, location: str, on_bytes: Callable[[int], None]) -> None:
+        self._stream, self._location, self._on_bytes = stream, location, on_bytes
+        self._by_source: dict[tuple[object, ...], ir.TensorProtocol] = {}
+        self._by_content: dict[str, tuple[int, int]] = {}
+
+    def attach(self, model: ir.Model, sources: Mapping[str, ParameterSource]) -> None:
+        """Give every parameter of `model` its stored tensor."""
+        for name, value in model.graph.initializers.items():
+            transposed = name.endswith(TRANSPOSED_SUFFIX)
+            source = sources.get(name.removesuffix(TRANSPOSED_SUFFIX))
+            if source is not None:
+                value.const_value = self._stored(name, source, transposed)
+                value.type = ir.TensorType(_IR_DTYPES[source.dtype])
+
+    def _stored(self, name: str, source: ParameterSource, transposed: bool) -> ir.TensorProtocol:
+        key = (source, transposed)
+        if key not in self._by_source:
+            tensor = source.load()
+            tensor = tensor.t().contiguous() if transposed else tensor.contiguous()
+            self._by_source[key] = self._write(name, tensor)
+        return self._by_source[key]
+
+    def _write(self, name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
+        shape, dtype = ir.Shape(tensor.shape), _IR_DTYPES[tensor.dtype]
+        raw = tensor.reshape(-1).view(torch.uint8).numpy()
+        if raw.nbytes < INLINE_BYTES:
+            return ir.Tensor(raw.view(dtype.numpy()).reshape(tuple(tensor.shape)), dtype=dtype, name=name)
+        digest = hashlib.sha256(raw).hexdigest()
+        if digest not in self._by_content:
+            self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))
+            self._by_content[digest] = (self._stream.tell(), raw.nbytes)
+            self._stream.write(raw)
+        offset, length = self._by_content[digest]
+        self._on_bytes(raw.nbytes)
+        return ir.ExternalTensor(
+            self._location, offset, length, dtype, shape=shape, name=name, base_dir=""
+        )

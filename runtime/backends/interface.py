@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine and sessions ask of a backend. Row r of every batch is row r of the caches: active
+requests are a prefix of the rows, so bindings never move.
+
+Results are views of static buffers: they last until the next call of the same model.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.runtime.ragged import RaggedRows
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class DraftOutput(NamedTuple):
+    tokens: Ints  # [B, K]
+    logits: Floats  # [B, K, V]: what each token was drawn from, before temperature
+    confidence_logits: Floats | None  # [B, K]; None: the drafter has no confidence head
+
+
+class TargetOutput(NamedTuple):
+    logits: Floats  # [R, V]
+    taps: Floats  # [T, m*H]
+
+
+class Verification(NamedTuple):
+    accepted: Ints  # [B]: -1 where the request is refused (no usable distribution)
+    tokens: Ints  # [B, K+1]: accepted drafts, then one more; -1 behind
+
+
+class DraftInputs(NamedTuple):
+    anchor_ids: Ints  # [B]
+    new_taps: Floats  # [B, K+1, m*H]
+    new_len: Ints  # [B] valid rows of new_taps
+    context_len: Ints  # [B] cache rows before them
+    temperature: Floats  # [B]
+    uniforms: Floats  # [B, K]
+
+
+class VerifyInputs(NamedTuple):
+    target_logits: Floats  # [T, V]
+    offsets: Ints  # [B+1]
+    draft_tokens: Ints  # [B, K]
+    draft_logits: Floats  # [B, K, V]
+    temperature: Floats  # [B], of draft and target
+    top_k: Ints  # [B], 0: off
+    top_p: Floats  # [B], 1: off
+    min_p: Floats  # [B], 0: off
+    uniforms: Floats  # [B, K+1]
+
+
+class CachedModel(Protocol):
+    """A model with one cache row per request."""
+
+    def reserve(self, context_tokens: int) -> None:
+        """Make room for that many rows a request, the step's own included; CapacityError past the maximum."""
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange two requests' caches."""
+
+    def close(self) -> None: ...
+
+
+class DraftModel(CachedModel, Protocol):
+    def append(self, row: int, taps: Floats, start: int) -> None:
+        """Write context rows `start ..` of one request from taps `[N, m*H]`."""
+
+    def draft(self, inputs: DraftInputs) -> DraftOutput: ...
+
+
+class TargetModel(CachedModel, Protocol):
+    def step(self, rows: RaggedRows) -> TargetOutput: ...
+
+
+class Verifier(Protocol):
+    def verify(self, inputs: VerifyInputs) -> Verification: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """`threads` None: chosen for the machine. `providers` are onnxruntime's execution providers."""
+
+    threads: int | None = None
+    providers: tuple[str, ...] = field(default=("CPUExecutionProvider",))

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""onnxruntime backend: sessions over the bundle's graphs, every tensor bound by address.
+
+Inputs, outputs and caches are NumPy arrays that live as long as their model; a cache is bound as input
+and output at once, so `TensorScatter` writes in place. A tensor is bound again only when its address or
+shape changed.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt import bindings
+from dspark_trt.bindings import GraphBindings
+from dspark_trt.bundle import Bundle
+from dspark_trt.config import DecoderConfig
+from dspark_trt.errors import BackendError
+from dspark_trt.runtime.backends.interface import (
+    BackendOptions,
+    DraftInputs,
+    DraftOutput,
+    Floats,
+    TargetOutput,
+    Verification,
+    VerifyInputs,
+)
+from dspark_trt.runtime.cache import CacheBuffers
+from dspark_trt.runtime.ragged import RaggedRows
+
+Array = NDArray[Any]
+
+
+def open_session(path: Path, options: BackendOptions) -> Any:
+    """An onnxruntime session.
+
+    Raises:
+        BackendError: onnxruntime is not installed, has no such provider, or refuses the graph.
+    """
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise BackendError(
+            "onnxruntime is not installed. Install it with: pip install 'dspark-trt[cpu]'"
+        ) from error
+    missing = set(options.providers) - set(ort.get_available_providers())
+    if missing:
+        raise BackendError(
+            f"onnxruntime {ort.__version__} here has no {', '.join(sorted(missing))}; "
+            f"it has {', '.join(ort.get_available_providers())}"
+        )
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.threads or usable_cpus()
+    settings.log_severity_level = 2  # warnings: a copied cache must be seen
+    try:
+        return ort.InferenceSession(str(path), settings, providers=list(options.providers))
+    except Exception as error:  # onnxruntime raises several unrelated types
+        reason = str(error).strip().splitlines()[0]
+        raise BackendError(f"onnxruntime cannot load {path.name}: {reason}") from error
+
+
+def usable_cpus() -> int:
+    """CPUs this process may run on: less than the machine has inside a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class OrtGraph:
+    """A session whose tensors are bound by address. The caller keeps bound arrays alive and contiguous."""
+
+    def __init__(self, path: Path, options: BackendOptions) -> None:
+        self.name = path.stem
+        self._session = open_session(path, options)
+        self._binding = self._session.io_binding()
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
+
+    def bind(self, name: str, array: Array) -> None:
+        place = (array.ctypes.data, array.shape)
+        if self._bound.get(name) == place:
+            return
+        assert array.flags.c_contiguous, name
+        bind = self._binding.bind_input if name in self._inputs else self._binding.bind_output
+        bind(name, "cpu", 0, array.dtype.type, array.shape, place[0])
+        self._bound[name] = place
+
+    def run(self, tensors: Mapping[str, Array]) -> None:
+        """Bind what moved, then run.
+
+        Raises:
+            BackendError: onnxruntime failed; the graph can be run again.
+        """
+        for name, array in tensors.items():
+            self.bind(name, array)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise BackendError(f"graph {self.name} failed: {reason}") from error
+
+
+class _Cached:
+    """Caches of one model and their binding to its graphs."""
+
+    def __init__(
+        self, decoder: DecoderConfig, bundle: Bundle, requests: int, slack_rows: int
+    ) -> None:
+        self.caches = CacheBuffers(
+            arrays=2 * decoder.num_layers,
+            requests=requests,
+            kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            dtype=bundle.dtype,
+            max_rows=bundle.max_context_tokens + slack_rows,
+        )
+        self._names = [
+            (past.name, present.name)
+            for past, present in zip(
+                bindings.cache_bindings(decoder, bundle.dtype, "past"),
+                bindings.cache_bindings(decoder, bundle.dtype, "present"),
+                strict=True,
+            )
+        ]
+        self._seen: dict[str, tuple[int, slice]] = {}
+
+    def bind(self, graph: OrtGraph, requests: slice) -> None:
+        state = (self.caches.version, requests)
+        if self._seen.get(graph.name) == state:
+            return
+        for (past, present), array in zip(self._names, self.caches.arrays, strict=True):
+            graph.bind(past, array[requests])
+            graph.bind(present, array[requests])
+        self._seen[graph.name] = state
+
+
+class OrtDraftModel:
+    """`draft.onnx` and `context.onnx` over the drafter's caches."""
+
+    def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
+        config = bundle.draft
+        # A step writes new context, block and padding in one go: 2γ+2 rows at most behind the valid end.
+        self._slack_rows = config.gamma + 1 + config.block_slots
+        self._cached = _Cached(config.decoder, bundle, requests, self._slack_rows)
+        self._draft = OrtGraph(bundle.graph_path("draft"), options)
+        self._context = OrtGraph(bundle.graph_path("context"), options)
+        contract = bindings.draft_bindings(config, bundle.dtype)
+        self._inputs = _buffers(contract.inputs[: len(DraftInputs._fields)], requests)
+        self._outputs = _buffers(_without_caches(contract), requests)
+
+    def reserve(self, context_tokens: int) -> None:
+        self._cached.caches.reserve(context_tokens + self._slack_rows)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        self._cached.caches.swap(first, second)
+
+    def append(self, row: int, taps: Floats, start: int) -> None:
+        self._cached.caches.reserve(start + len(taps) + self._slack_rows)
+        self._cached.bind(self._context, slice(row, row + 1))
+        context_len = np.array([start], np.int64)
+        rows = np.ascontiguousarray(taps[None], np.float32)
+        self._context.run({"taps": rows, "context_len": context_len})
+
+    def draft(self, inputs: DraftInputs) -> DraftOutput:
+        batch = len(inputs.anchor_ids)
+        self._cached.bind(self._draft, slice(0, batch))
+        tensors = {}
+        for name, value in zip(DraftInputs._fields, inputs, strict=True):
+            tensors[name] = self._inputs[name][:batch]
+            tensors[name][...] = value
+        outputs = {name: array[:batch] for name, array in self._outputs.items()}
+        self._draft.run(tensors | outputs)
+        return DraftOutput(
+            outputs["tokens"], outputs["logits"], outputs.get("confidence_logits")
+        )
+
+    def close(self) -> None:
+        self._cached.caches.arrays.clear()
+
+
+class OrtTargetModel:
+    """`target.onnx` over the target's caches."""
+
+    def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
+        config = bundle.target
+        self._graph = OrtGraph(bundle.graph_path("target"), options)
+        assert config is not None  # graph_path has refused a bundle without target
+        self._cached = _Cached(config.decoder, bundle, requests, bundle.draft.gamma + 1)
+        self._vocab, self._tap_size = config.decoder.vocab_size, bundle.draft.tap_size
+        self._logits = np.empty((0, self._vocab), np.float32)
+        self._taps = np.empty((0, self._tap_size), np.float32)
+
+    def reserve(self, context_tokens: int) -> None:
+        self._cached.caches.reserve(context_tokens)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        self._cached.caches.swap(first, second)
+
+    def step(self, rows: RaggedRows) -> TargetOutput:
+        self.reserve(int(rows.context_len.max()) + rows.pad_index.shape[1])
+        self._cached.bind(self._graph, slice(0, rows.batch))
+        if len(self._logits) < len(rows.logit_rows):
+            self._logits = np.empty((len(rows.logit_rows), self._vocab), np.float32)
+        if len(self._taps) < len(rows.token_ids):
+            self._taps = np.empty((len(rows.token_ids), self._tap_size), np.float32)
+        output = TargetOutput(
+            self._logits[: len(rows.logit_rows)], self._taps[: len(rows.token_ids)]
+        )
+        self._graph.run(
+            {
+                "token_ids": rows.token_ids,
+                "positions": rows.positions,
+                "pad_index": rows.pad_index,
+                "unpad_index": rows.unpad_index,
+                "logit_rows": rows.logit_rows,
+                "context_len": rows.context_len,
+                "logits": output.logits,
+                "taps": output.taps,
+            }
+        )
+        return output
+
+    def close(self) -> None:
+        self._cached.caches.arrays.clear()
+
+
+class OrtVerifier:
+    """`verify_greedy.onnx` where a whole batch is greedy, else `verify.onnx`."""
+
+    def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
+        self._sampled = OrtGraph(bundle.graph_path("verify"), options)
+        self._greedy = OrtGraph(bundle.graph_path("verify_greedy"), options)
+        self._accepted = np.empty(requests, np.int64)
+        self._tokens = np.empty((requests, bundle.draft.gamma + 1), np.int64)
+
+    def verify(self, inputs: VerifyInputs) -> Verification:
+        batch = len(inputs.temperature)
+        result = Verification(self._accepted[:batch], self._tokens[:batch])
+        tensors: dict[str, Array] = {
+            "target_logits": inputs.target_logits,
+            "offsets": inputs.offsets,
+            "draft_tokens": inputs.draft_tokens,
+            "accepted": result.accepted,
+            "tokens": result.tokens,
+        }
+        if not inputs.temperature.any():
+            self._greedy.run(tensors)
+            return result
+        self._sampled.run(
+            tensors
+            | {
+                "draft_logits": inputs.draft_logits,
+                "draft_temperature": inputs.temperature,
+                "temperature": inputs.temperature,
+                "top_k": inputs.top_k,
+                "top_p": inputs.top_p,
+                "min_p": inputs.min_p,
+                "uniforms": inputs.uniforms,
+            }
+        )
+        return result
+
+
+def _without_caches(contract: GraphBindings) -> tuple[bindings.Binding, ...]:
+    return tuple(b for b in contract.outputs if not b.name.startswith("present_"))
+
+
+def _buffers(listed: tuple[bindings.Binding, ...], requests: int) -> dict[str, Array]:
+    """One array a tensor for the largest batch; memory is touched only as far as batches reach."""
+    return {
+        b.name: np.zeros(tuple(requests if d == "batch" else int(d) for d in b.shape), b.dtype)
+        for b in listed
+    }

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key and value caches on the host: one row per request, grown as contexts grow."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.errors import CapacityError
+
+# Attention kernels pay for capacity, not for valid rows, so caches grow in small steps: at most this
+# factor beyond what is needed, each row being copied a constant number of times over a long context.
+GROWTH = 1.25
+QUANTUM_ROWS = 64
+
+
+class CacheBuffers:
+    """`2L` arrays `[requests, Hkv, S, D]`. Addresses change only in `reserve`, which counts `version` up."""
+
+    def __init__(
+        self,
+        *,
+        arrays: int,
+        requests: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        max_rows: int,
+    ) -> None:
+        self.max_rows = max_rows
+        self.version = 0
+        shape = (requests, kv_heads, 0, head_dim)
+        self.arrays = [np.zeros(shape, dtype) for _ in range(arrays)]
+
+    @property
+    def capacity_rows(self) -> int:
+        return int(self.arrays[0].shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def reserve(self, rows: int) -> bool:
+        """Make room for `rows` a request; True if the arrays moved.
+
+        Raises:
+            CapacityError: more than `max_rows`.
+        """
+        if rows <= self.capacity_rows:
+            return False
+        if rows > self.max_rows:
+            raise CapacityError(
+                f"a context of {rows} rows exceeds the maximum of {self.max_rows}"
+            )
+        wanted = max(rows, min(int(rows * GROWTH), self.max_rows))
+        capacity = -(-wanted // QUANTUM_ROWS) * QUANTUM_ROWS
+        old = self.capacity_rows
+        for i, array in enumerate(self.arrays):
+            grown = np.zeros((*array.shape[:2], capacity, array.shape[3]), array.dtype)
+            grown[:, :, :old] = array
+            self.arrays[i] = grown  # one at a time: the peak is one array above the total
+        self.version += 1
+        return True
+
+    def swap(self, first: int, second: int) -> None:
+        for array in self.arrays:
+            array[[first, second]] = array[[second, first]]
+
+    def read_rows(self, request: int, rows: int) -> list[NDArray[np.generic]]:
+        """Copies of the first `rows` rows of one request, `2L x [Hkv, rows, D]`."""
+        return [array[request, :, :rows].copy() for array in self.arrays]
+
+    def write_rows(self, request: int, saved: list[NDArray[np.generic]]) -> None:
+        """Put back what `read_rows` gave, possibly into another request."""
+        self.reserve(saved[0].shape[1])
+        for array, rows in zip(self.arrays, saved, strict=True):
+            array[request, :, : rows.shape[1]] = rows

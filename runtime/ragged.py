@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ragged target steps as index arrays: pure NumPy, no backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Inputs of `target.onnx` for one step. Every request of the batch has at least one row."""
+
+    token_ids: Ints  # [T]
+    positions: Ints  # [T]
+    pad_index: Ints  # [B, L]
+    unpad_index: Ints  # [T]
+    logit_rows: Ints  # [R]
+    context_len: Ints  # [B]
+    offsets: Ints  # [B+1]: flattened rows of each request
+
+    @property
+    def batch(self) -> int:
+        return len(self.context_len)
+
+
+def ragged_rows(
+    tokens: Sequence[Sequence[int] | Ints],
+    context_len: Ints,
+    wants_all_logits: NDArray[np.bool_],
+) -> RaggedRows:
+    """Flatten per-request tokens that continue caches of `context_len [B]` rows.
+
+    Logits are asked for every row where `wants_all_logits [B]`, else for the request's last row only.
+    """
+    lengths = np.array([len(own) for own in tokens], np.int64)
+    assert lengths.min() > 0
+    batch, padded = len(lengths), int(lengths.max())
+    offsets = np.zeros(batch + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    request = np.repeat(np.arange(batch), lengths)
+    within = np.arange(offsets[-1]) - offsets[request]
+    pad_index = np.zeros((batch, padded), np.int64)
+    pad_index[request, within] = np.arange(offsets[-1])
+    is_wanted = wants_all_logits[request] | (within == lengths[request] - 1)
+    return RaggedRows(
+        token_ids=np.concatenate([np.asarray(own, np.int64) for own in tokens]),
+        positions=context_len[request] + within,
+        pad_index=pad_index,
+        unpad_index=request * padded + within,
+        logit_rows=np.flatnonzero(is_wanted),
+        context_len=context_len,
+        offsets=offsets,
+    )

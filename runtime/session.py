@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DraftSession`: drafting for hosts that own their target, their scheduler loop, or both."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_trt.bundle import CALIBRATION, Bundle, load_bundle
+from dspark_trt.errors import CapacityError, RequestError
+from dspark_trt.runtime.backends import Backend, open_backend
+from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs, DraftOutput
+from dspark_trt.runtime.calibration import Calibration
+from dspark_trt.runtime.context_rows import ContextRows
+from dspark_trt.runtime.survival import survival_from_confidence
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class Proposal(NamedTuple):
+    """One draft step of R slots, in the order asked for. Arrays are the caller's to keep."""
+
+    tokens: Ints  # [R, γ]
+    logits: Floats  # [R, γ, V]: after the sequential head, before temperature
+    confidence_logits: Floats | None  # [R, γ]; None: the drafter has no confidence head
+    confidence: Floats | None  # [R, γ]: calibrated P(x_k accepted | x_<k accepted)
+    survival: Floats | None  # [R, γ]: P(first k all accepted), their cumulative product
+
+
+class DraftSession:
+    """Drafts for up to `slots` sequences at a time.
+
+    Per slot: `append` the taps of committed positions, then `propose` from the anchor, the committed
+    token whose position follows the appended rows (its own taps come with the next append).
+    Not thread-safe: one session, one thread at a time.
+    """
+
+    def __init__(self, backend: Backend, slots: int) -> None:
+        if slots < 1:
+            raise RequestError(f"slots must be at least 1, got {slots}")
+        self.bundle = backend.bundle
+        self.config = backend.bundle.draft
+        self.calibration = load_calibration(backend.bundle)
+        self._model = backend.draft_model(slots)
+        self._slot_at = list(range(slots))  # which slot sits in each cache row
+        self._rows = [ContextRows() for _ in range(slots)]
+        self._written = [0] * slots  # rows of the contiguous prefix that are in the cache
+        self._pending: list[list[Floats]] = [[] for _ in range(slots)]  # taps right behind them
+
+    @classmethod
+    def load(
+        cls,
+        bundle: str | Path | Bundle,
+        *,
+        backend: str = "onnxruntime",
+        slots: int = 1,
+        options: BackendOptions | None = None,
+    ) -> Self:
+        """Open a bundle for drafting.
+
+        Raises:
+            BundleError: the bundle does not load.
+            BackendError: the backend is missing or cannot run it.
+        """
+        loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
+        return cls(open_backend(backend, loaded, options), slots)
+
+    def append(self, slot: int, taps: ArrayLike, start: int) -> None:
+        """Give the taps of committed positions `start .. start + n - 1`.
+
+        Args:
+            slot: which sequence.
+            taps: float32 `[n, m*H]`: outputs of the tapped layers, concatenated in id order.
+            start: absolute position of the first row. Gaps may be filled later, in any order; rows
+                that overlap earlier ones replace them and everything behind.
+
+        Raises:
+            RequestError: no such slot, wrong shape, or non-finite taps.
+            CapacityError: beyond the positions the models were made for.
+        """
+        self._check_slot(slot)
+        rows = np.asarray(taps, np.float32)
+        if rows.ndim != 2 or rows.shape[1] != self.config.tap_size:
+            raise RequestError(
+                f"slot {slot}: taps have shape {rows.shape}, expected [n, {self.config.tap_size}] "
+                f"({len(self.config.target_layer_ids)} layers x {self.config.target_hidden_size})"
+            )
+        if start < 0:
+            raise RequestError(f"slot {slot}: start must be at least 0, got {start}")
+        if not len(rows):
+            return
+        if not np.isfinite(rows).all():
+            raise RequestError(f"slot {slot}: taps from position {start} on are not finite")
+        if start + len(rows) > self.bundle.max_context_tokens:
+            raise CapacityError(
+                f"slot {slot}: rows up to {start + len(rows)} exceed the {self.bundle.max_context_tokens} "
+                "positions this bundle was exported for"
+            )
+        self._rows[slot].add(start, len(rows))
+        queued = sum(map(len, self._pending[slot]))
+        if start == self._written[slot] + queued:
+            self._pending[slot].append(rows.copy())
+            if queued + len(rows) > self.config.gamma + 1:
+                self._flush(slot)
+        else:
+            self._flush(slot)
+            self._model.append(self._slot_at.index(slot), rows, start)
+        self._written[slot] = min(self._written[slot], self._rows[slot].end)
+
+    def propose(
+        self,
+        slots: Sequence[int],
+        anchors: Sequence[int] | Ints,
+        temperature: float | Sequence[float] | Floats = 0.0,
+        seed: int | None = None,
+        uniforms: Floats | None = None,
+    ) -> Proposal:
+        """Draft γ tokens for each slot.
+
+        Args:
+            slots: which sequences, each at most once.
+            anchors: the last committed token of each.
+            temperature: of the distribution drafted from; 0 takes the most likely token.
+            seed: makes sampling repeatable; None draws a fresh one.
+            uniforms: float32 `[R, γ]` in [0, 1) instead of a seed.
+
+        Raises:
+            RequestError: unknown or repeated slot, or arguments of unequal length.
+            MissingContextError: a slot has a gap before its anchor, or no context.
+        """
+        order = list(slots)
+        count = len(order)
+        self._check_proposal(order, anchors)
+        context = [self._rows[slot].require_complete(slot) for slot in order]
+        self._gather(order)
+        heat = np.broadcast_to(np.asarray(temperature, np.float32), (count,))
+        if not (np.isfinite(heat).all() and (heat >= 0).all()):
+            raise RequestError(f"temperature must be finite and at least 0, got {temperature}")
+        if uniforms is None:
+            random = np.random.default_rng(seed)
+            uniforms = random.random((count, self.config.gamma), np.float32)
+        self._model.reserve(max(context))
+        output = self._model.draft(self._inputs(order, context, anchors, heat, uniforms))
+        for slot, rows in zip(order, context, strict=True):
+            self._pending[slot].clear()
+            self._written[slot] = rows
+        return self._proposal(output)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget rows from position `length` on, as when a host rolls a sequence back."""
+        self._check_slot(slot)
+        self._flush(slot)
+        self._rows[slot].truncate(length)
+        self._written[slot] = min(self._written[slot], length)
+
+    def reset(self, slot: int) -> None:
+        """Forget a slot's sequence, so that another one can use it."""
+        self.truncate(slot, 0)
+
+    def close(self) -> None:
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < len(self._rows):
+            raise RequestError(
+                f"slot {slot} is not one of the {len(self._rows)} slots 0..{len(self._rows) - 1}"
+            )
+
+    def _check_proposal(self, slots: list[int], anchors: Sequence[int] | Ints) -> None:
+        for slot in slots:
+            self._check_slot(slot)
+        if not slots or len(set(slots)) != len(slots):
+            raise RequestError(f"slots must be distinct and not empty, got {slots}")
+        if len(anchors) != len(slots):
+            raise RequestError(f"{len(slots)} slots but {len(anchors)} anchors")
+        vocab = self.config.decoder.vocab_size
+        for anchor in anchors:
+            if not 0 <= anchor < vocab:
+                raise RequestError(f"anchor {anchor} is outside the vocabulary of {vocab}")
+
+    def _flush(self, slot: int) -> None:
+        """Write pending taps with the context graph: too many for a draft step, or out of order."""
+        if not self._pending[slot]:
+            return
+        taps = np.concatenate(self._pending[slot])
+        self._pending[slot].clear()
+        self._model.append(self._slot_at.index(slot), taps, self._written[slot])
+        self._written[slot] += len(taps)
+
+    def _gather(self, slots: list[int]) -> None:
+        """Move the caches of `slots` to the first rows, in order. The usual caller asks for the same
+        slots every round, which moves nothing.
+        """
+        for row, slot in enumerate(slots):
+            seat = self._slot_at.index(slot)
+            if seat != row:
+                self._model.swap_rows(row, seat)
+                self._slot_at[row], self._slot_at[seat] = slot, self._slot_at[row]
+
+    def _inputs(
+        self,
+        slots: list[int],
+        context: list[int],
+        anchors: Sequence[int] | Ints,
+        temperature: Floats,
+        uniforms: Floats,
+    ) -> DraftInputs:
+        new_taps = np.zeros(
+            (len(slots), self.config.gamma + 1, self.config.tap_size), np.float32
+        )
+        new_len = np.zeros(len(slots), np.int64)
+        for row, slot in enumerate(slots):
+            for taps in self._pending[slot]:
+                new_taps[row, new_len[row] : new_len[row] + len(taps)] = taps
+                new_len[row] += len(taps)
+        return DraftInputs(
+            anchor_ids=np.asarray(anchors, np.int64),
+            new_taps=new_taps,
+            new_len=new_len,
+            context_len=np.array(context, np.int64) - new_len,
+            temperature=temperature,
+            uniforms=uniforms,
+        )
+
+    def _proposal(self, output: DraftOutput) -> Proposal:
+        scores = output.confidence_logits
+        confidence = None if scores is None else self.calibration.confidence(scores)
+        return Proposal(
+            tokens=output.tokens.copy(),
+            logits=output.logits.copy(),
+            confidence_logits=None if scores is None else scores.copy(),
+            confidence=confidence,
+            survival=None if confidence is None else survival_from_confidence(confidence),
+        )
+
+
+def load_calibration(bundle: Bundle) -> Calibration:
+    """The bundle's calibration, or the identity where it has none.
+
+    Raises:
+        TableError: the file is damaged or of another γ.
+    """
+    path = bundle.path / CALIBRATION
+    if not path.exists():
+        return Calibration.identity(bundle.draft.gamma)
+    return Calibration.load(path, gamma=bundle.draft.gamma)
