@@ -142,8 +142,10 @@ def _slots(
 
 def _compare_speculative_tokens(fields: Fields, trained: int, notes: Notes) -> None:
     """The speculators format also records how many tokens to propose: a second witness."""
-    proposals = fields.places[""].get("speculators_config", {}).get("proposal_methods", [])
-    for tokens in (proposal.get("speculative_tokens") for proposal in proposals):
+    setting = fields.mapping("speculators_config")
+    proposals = setting.value.get("proposal_methods") if setting else None
+    for proposal in proposals if isinstance(proposals, list) else ():
+        tokens = proposal.get("speculative_tokens") if isinstance(proposal, dict) else None
         if tokens not in (None, trained):
             notes.warn(
                 f"speculative_tokens is {tokens}, but the slots as read propose {trained}"

@@ -10,12 +10,15 @@ from dspark_trt.config import DecoderConfig
 
 Shape = tuple[int, ...]
 
+_MAX_LAYERS = 1000  # a corrupt count must not make the list of expected tensors endless
+
 _NEUTRAL = {  # setting -> the value that leaves the decoder as the modules compute it
     "hidden_act": "silu",
     "mlp_bias": False,
     "partial_rotary_factor": 1,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "attention_mode": "gqa",
     "causal": False,  # a drafter's block is bidirectional
 }
 
@@ -31,7 +34,10 @@ def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
     heads = fields.required_integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads")
     head_dim = fields.integer("head_dim")
+    layers = fields.required_integer("num_hidden_layers")
     bias = fields.flag("attention_bias")
+    if layers > _MAX_LAYERS:
+        raise fields.error(f"num_hidden_layers is {layers}, expected at most {_MAX_LAYERS}")
     if heads < 1 or (head_dim is None and hidden % heads):
         raise fields.error(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
@@ -40,7 +46,7 @@ def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
         return DecoderConfig(
             hidden_size=hidden,
             intermediate_size=fields.required_integer("intermediate_size"),
-            num_layers=fields.required_integer("num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads.value if kv_heads else heads,
             head_dim=head_dim.value if head_dim else hidden // heads,

@@ -65,7 +65,9 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} holds no {path.name}") from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without end
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")

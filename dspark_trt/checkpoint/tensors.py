@@ -127,20 +127,13 @@ def read_header(file: Path) -> dict[str, TensorRef]:
     Raises:
         CheckpointError: truncated file, broken header, or offsets that contradict dtype and shape.
     """
-    size_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if size_bytes < 8 or header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file}: truncated or not safetensors: {size_bytes} bytes cannot hold a header of "
-                f"{header_bytes}. Download the file again."
-            )
-        raw = stream.read(header_bytes)
+    size_bytes, raw = _raw_header(file)
+    header_bytes = len(raw)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         refs = {key: _ref(file, 8 + header_bytes, key, entry) for key, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: malformed safetensors header: {error}") from error
     end = max((ref.offset + ref.nbytes for ref in refs.values()), default=8 + header_bytes)
     if end != size_bytes:
@@ -149,6 +142,22 @@ def read_header(file: Path) -> dict[str, TensorRef]:
             f"{size_bytes} bytes, expected {end} from its header. Download the file again."
         )
     return refs
+
+
+def _raw_header(file: Path) -> tuple[int, bytes]:
+    """Size of the whole file, and the JSON of its header."""
+    try:
+        size_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if size_bytes < 8 or header_bytes > min(size_bytes - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{file}: truncated or not safetensors: {size_bytes} bytes cannot hold a header "
+                    f"of {header_bytes}. Download the file again."
+                )
+            return size_bytes, stream.read(header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _ref(file: Path, data_start: int, key: str, entry: dict[str, Any]) -> TensorRef:
