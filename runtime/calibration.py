@@ -9,7 +9,6 @@ Legend: R requests, K = γ drafted tokens.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import TableError
+from dspark_trt.files import write_json
 
 FORMAT = "dspark-calibration-1"
-FILE_NAME = "calibration.json"  # inside a bundle
 
 Floats = NDArray[np.float64]
 
@@ -137,28 +136,32 @@ class Calibration:
             )
         return cls.from_temperatures(spelled[0])
 
+    def with_figures(self, figures: Mapping[str, Any]) -> Self:
+        return type(self).from_json({**self.to_json(), "figures": figures})
+
+    def require_gamma(self, gamma: int) -> Self:
+        """Raise TableError unless this is for ``gamma`` drafted tokens; return it otherwise."""
+        if self.gamma != gamma:
+            raise TableError(
+                f"the calibration is for {self.gamma} drafted tokens, the drafter has {gamma}. "
+                "Fit again: dspark-trt calibrate BUNDLE"
+            )
+        return self
+
     @classmethod
-    def load(cls, path: Path, *, gamma: int | None = None) -> Self:
-        """Read any of the three spellings; TableError if it is not for ``gamma`` drafted tokens."""
+    def load(cls, path: Path) -> Self:
+        """Read any of the three spellings."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise TableError(f"cannot read calibration {path}: {error}") from error
         if not isinstance(data, dict):
             raise TableError(f"{path} must hold a JSON object, got {type(data).__name__}")
-        calibration = cls.from_json(data)
-        if gamma is not None and calibration.gamma != gamma:
-            raise TableError(
-                f"{path} calibrates {calibration.gamma} drafted tokens, the drafter has {gamma}. "
-                "Fit again: dspark-trt calibrate BUNDLE"
-            )
-        return calibration
+        return cls.from_json(data)
 
     def save(self, path: Path) -> None:
         """Write ``to_json``; nothing half-written stays behind."""
-        partial = Path(path).with_name(Path(path).name + ".partial")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(Path(path), self.to_json())
 
 
 def sigmoid(logits: Floats) -> Floats:

@@ -10,7 +10,6 @@ B tokens of one target step.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import TableError
+from dspark_trt.files import write_json
 
 FORMAT = "dspark-cost-table-1"
 FLAT_SPREAD = (
@@ -215,10 +215,7 @@ class CostTable:
 
     def save(self, path: Path) -> None:
         """Write the table with its fingerprint; nothing half-written stays behind."""
-        text = json.dumps({**self.to_json(), "fingerprint": self.fingerprint}, indent=1)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_json(path, {**self.to_json(), "fingerprint": self.fingerprint})
 
 
 def _read_only(values: NDArray[Any]) -> NDArray[Any]:

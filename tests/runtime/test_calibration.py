@@ -31,7 +31,7 @@ def test_confidence_is_the_sigmoid_of_an_affine_logit() -> None:
 
 @pytest.mark.parametrize("key", ["temperatures", "sts_temperatures"])
 def test_foreign_spellings_are_read(tmp_path: Path, key: str) -> None:
-    calibration = Calibration.load(_write(tmp_path / "sts.json", {key: [0.5, 2.0]}), gamma=2)
+    calibration = Calibration.load(_write(tmp_path / "sts.json", {key: [0.5, 2.0]}))
     assert calibration.slope.tolist() == [2.0, 0.5]
     assert calibration.offset.tolist() == [0.0, 0.0]
 
@@ -44,7 +44,7 @@ def test_saved_calibration_carries_both_foreign_spellings(tmp_path: Path) -> Non
     calibration.save(tmp_path / "calibration.json")
     data = json.loads((tmp_path / "calibration.json").read_text())
     assert data["temperatures"] == data["sts_temperatures"] == [0.6, 1.5]
-    again = Calibration.load(tmp_path / "calibration.json", gamma=2)
+    again = Calibration.load(tmp_path / "calibration.json")
     assert again.to_json() == calibration.to_json()
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
 
@@ -61,17 +61,22 @@ def test_saved_calibration_carries_both_foreign_spellings(tmp_path: Path) -> Non
         ({"temperatures": [1.0], "sts_temperatures": [2.0]}, "contradict"),
         ({"slope": [1.0, 1.0], "offset": [0.0]}, "one length, got 2, 1 and 2"),
         ({"slope": [1.0], "request_variance": -1.0}, "at least 0, got -1.0"),
-        ({"temperatures": [1.0] * 3}, "calibrates 3 drafted tokens, the drafter has 2"),
     ],
 )
 def test_malformed_files_are_refused(tmp_path: Path, data: object, message: str) -> None:
     with pytest.raises(TableError, match=message):
-        Calibration.load(_write(tmp_path / "calibration.json", data), gamma=2)
+        Calibration.load(_write(tmp_path / "calibration.json", data))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"cannot read calibration .*nothing\.json"):
         Calibration.load(tmp_path / "nothing.json")
+
+
+def test_another_block_size_is_refused() -> None:
+    assert Calibration.identity(7).require_gamma(7).gamma == 7
+    with pytest.raises(TableError, match="for 5 drafted tokens, the drafter has 7"):
+        Calibration.identity(5).require_gamma(7)
 
 
 def test_logits_of_another_block_size_are_refused() -> None:
