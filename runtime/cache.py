@@ -4,8 +4,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.errors import CapacityError
-
 # Attention kernels pay for capacity, not for valid rows, so caches grow in small steps: at most this
 # factor beyond what is needed, each row being copied a constant number of times over a long context.
 GROWTH = 1.25
@@ -16,16 +14,8 @@ class CacheBuffers:
     """`2L` arrays `[requests, Hkv, S, D]`. Addresses change only in `reserve`, which counts `version` up."""
 
     def __init__(
-        self,
-        *,
-        arrays: int,
-        requests: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: str,
-        max_rows: int,
+        self, *, arrays: int, requests: int, kv_heads: int, head_dim: int, dtype: str
     ) -> None:
-        self.max_rows = max_rows
         self.version = 0
         shape = (requests, kv_heads, 0, head_dim)
         self.arrays = [np.zeros(shape, dtype) for _ in range(arrays)]
@@ -39,19 +29,12 @@ class CacheBuffers:
         return sum(array.nbytes for array in self.arrays)
 
     def reserve(self, rows: int) -> bool:
-        """Make room for `rows` a request; True if the arrays moved.
-
-        Raises:
-            CapacityError: more than `max_rows`.
+        """Make room for `rows` a request; True if the arrays moved. How long a context may get is the
+        caller's to decide.
         """
         if rows <= self.capacity_rows:
             return False
-        if rows > self.max_rows:
-            raise CapacityError(
-                f"a context of {rows} rows exceeds the maximum of {self.max_rows}"
-            )
-        wanted = max(rows, min(int(rows * GROWTH), self.max_rows))
-        capacity = -(-wanted // QUANTUM_ROWS) * QUANTUM_ROWS
+        capacity = -(-int(rows * GROWTH) // QUANTUM_ROWS) * QUANTUM_ROWS
         old = self.capacity_rows
         for i, array in enumerate(self.arrays):
             grown = np.zeros((*array.shape[:2], capacity, array.shape[3]), array.dtype)

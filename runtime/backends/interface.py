@@ -58,7 +58,7 @@ class CachedModel(Protocol):
     """A model with one cache row per request."""
 
     def reserve(self, context_tokens: int) -> None:
-        """Make room for that many rows a request, the step's own included; CapacityError past the maximum."""
+        """Make room for contexts of that many tokens; a step makes the room it needs by itself."""
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two requests' caches."""

@@ -104,16 +104,13 @@ class OrtGraph:
 class _Cached:
     """Caches of one model and their binding to its graphs."""
 
-    def __init__(
-        self, decoder: DecoderConfig, bundle: Bundle, requests: int, slack_rows: int
-    ) -> None:
+    def __init__(self, decoder: DecoderConfig, bundle: Bundle, requests: int) -> None:
         self.caches = CacheBuffers(
             arrays=2 * decoder.num_layers,
             requests=requests,
             kv_heads=decoder.num_kv_heads,
             head_dim=decoder.head_dim,
             dtype=bundle.dtype,
-            max_rows=bundle.max_context_tokens + slack_rows,
         )
         self._names = [
             (past.name, present.name)
@@ -142,7 +139,7 @@ class OrtDraftModel:
         config = bundle.draft
         # A step writes new context, block and padding in one go: 2γ+2 rows at most behind the valid end.
         self._slack_rows = config.gamma + 1 + config.block_slots
-        self._cached = _Cached(config.decoder, bundle, requests, self._slack_rows)
+        self._cached = _Cached(config.decoder, bundle, requests)
         self._draft = OrtGraph(bundle.graph_path("draft"), options)
         self._context = OrtGraph(bundle.graph_path("context"), options)
         contract = bindings.draft_bindings(config, bundle.dtype)
@@ -186,7 +183,7 @@ class OrtTargetModel:
         config = bundle.target
         self._graph = OrtGraph(bundle.graph_path("target"), options)
         assert config is not None  # graph_path has refused a bundle without target
-        self._cached = _Cached(config.decoder, bundle, requests, bundle.draft.gamma + 1)
+        self._cached = _Cached(config.decoder, bundle, requests)
         self._vocab, self._tap_size = config.decoder.vocab_size, bundle.draft.tap_size
         self._logits = np.empty((0, self._vocab), np.float32)
         self._taps = np.empty((0, self._tap_size), np.float32)

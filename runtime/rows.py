@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-request state as arrays indexed by cache row: what one round hands to the backend, already in place."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.runtime.request import SamplingParams
+
+
+class RowTable:
+    """Row r belongs to the r-th active request. Rows move only through `swap`."""
+
+    def __init__(self, *, rows: int, gamma: int, tap_size: int) -> None:
+        self.anchor_ids = np.zeros(rows, np.int64)
+        self.new_taps = np.zeros((rows, gamma + 1, tap_size), np.float32)  # not yet in the drafter's cache
+        self.new_len = np.zeros(rows, np.int64)
+        self.draft_len = np.zeros(rows, np.int64)  # rows in the drafter's cache
+        self.target_len = np.zeros(rows, np.int64)  # rows in the target's cache
+        self.temperature = np.zeros(rows, np.float32)
+        self.top_k = np.zeros(rows, np.int64)
+        self.top_p = np.ones(rows, np.float32)
+        self.min_p = np.zeros(rows, np.float32)
+        self.draft_uniforms = np.zeros((rows, gamma), np.float32)
+        self.verify_uniforms = np.zeros((rows, gamma + 1), np.float32)
+
+    def assign(self, row: int, params: SamplingParams) -> None:
+        """Start a request in a row: nothing of the previous owner remains visible."""
+        self.anchor_ids[row] = 0
+        self.new_len[row] = self.draft_len[row] = self.target_len[row] = 0
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+
+    def swap(self, first: int, second: int) -> None:
+        arrays: list[NDArray[np.generic]] = list(vars(self).values())
+        for array in arrays:
+            array[[first, second]] = array[[second, first]]
