@@ -1,84 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, types and shapes of every tensor of the verification graphs, for builders and runtimes alike.
+"""Names, types and shapes of the verification graphs, for their builders and the runtime alike.
 
-Dimensions: T target rows, B requests, K = γ drafted tokens a request can have, V vocabulary,
-N alternatives whose log-probability is asked for.
+Symbolic dimensions: `batch` requests B, `offsets` = B + 1, `rows` flattened target rows T. Numbers:
+K = γ drafted tokens, V vocabulary, N alternatives whose log-probability is asked for.
 """
 
 from enum import StrEnum
-from typing import NamedTuple
+
+from dspark_trt.bindings import Binding, GraphBindings
 
 DOMAIN = "dspark"
 OPSET = 24
 
 
 class VerifyMode(StrEnum):
-    """How draft tokens are checked; GREEDY is the small graph for batches without sampling."""
+    """How draft tokens are checked; GREEDY is the small graph for hosts that never sample."""
 
     REJECTION = "rejection"
     COUPLED = "coupled"
     GREEDY = "greedy"
 
 
-class TensorSpec(NamedTuple):
-    """One graph input or output; a string dimension is dynamic, ``K``, ``V`` and ``N`` become numbers."""
+def verify_bindings(
+    mode: VerifyMode,
+    *,
+    gamma: int,
+    vocab_size: int,
+    processors: bool = False,
+    top_logprobs: int | None = None,
+) -> GraphBindings:
+    """Inputs and outputs of ``verify.onnx`` in graph order.
 
-    name: str
-    dtype: str  # NumPy spelling
-    shape: tuple[str, ...]
-
-
-_TARGET = (
-    TensorSpec("target_logits", "float32", ("T", "V")),
-    TensorSpec("offsets", "int64", ("B+1",)),  # request r owns rows offsets[r] .. offsets[r+1]-1
-    TensorSpec("draft_tokens", "int64", ("B", "K")),  # anything beyond request r's ℓ_r
-)
-_SAMPLING = (
-    TensorSpec("temperature", "float32", ("B",)),
-    TensorSpec("top_k", "int64", ("B",)),
-    TensorSpec("top_p", "float32", ("B",)),
-    TensorSpec("min_p", "float32", ("B",)),
-)
-_DRAFT = (
-    TensorSpec("draft_logits", "float32", ("B", "K", "V")),  # what the drafter sampled from
-    TensorSpec("draft_temperature", "float32", ("B",)),
-)
-_UNIFORMS = TensorSpec("uniforms", "float32", ("B", "K+1"))
-_NOISE = (
-    TensorSpec("seeds", "int64", ("B",)),
-    TensorSpec("positions", "int64", ("B",)),  # absolute position of the first drafted token
-)
-_PROCESSORS = (
-    TensorSpec("logit_bias", "float32", ("B", "V")),
-    TensorSpec("repetition_penalty", "float32", ("B",)),
-    TensorSpec("presence_penalty", "float32", ("B",)),
-    TensorSpec("frequency_penalty", "float32", ("B",)),
-    TensorSpec("prompt_mask", "bool", ("B", "V")),  # the token occurs in the prompt
-    TensorSpec("output_counts", "int32", ("B", "V")),  # occurrences among committed output tokens
-    TensorSpec("allowed", "bool", ("T", "V")),
-)
-
-_OUTPUTS = (
-    TensorSpec("accepted", "int64", ("B",)),
-    TensorSpec("tokens", "int64", ("B", "K+1")),
-)
-_LOGPROBS = (
-    TensorSpec("logprobs", "float32", ("B", "K+1")),
-    TensorSpec("top_tokens", "int64", ("B", "K+1", "N")),
-    TensorSpec("top_logprobs", "float32", ("B", "K+1", "N")),
-)
-
-
-def verify_inputs(mode: VerifyMode, *, processors: bool = False) -> tuple[TensorSpec, ...]:
-    """Inputs of ``verify.onnx`` in graph order."""
+    ``processors`` adds penalties, logit bias and allowed tokens; ``top_logprobs`` = N the log-probabilities
+    of the committed tokens and of the N likeliest ones, under the target's raw logits.
+    """
     own = {
-        VerifyMode.REJECTION: (*_DRAFT, *_SAMPLING, _UNIFORMS),
+        VerifyMode.REJECTION: (
+            *_draft(gamma, vocab_size),
+            *_SAMPLING,
+            Binding("uniforms", "float32", ("batch", gamma + 1)),
+        ),
         VerifyMode.COUPLED: (*_SAMPLING, *_NOISE),
         VerifyMode.GREEDY: (),
     }[mode]
-    return (*_TARGET, *own, *(_PROCESSORS if processors else ()))
+    logprobs = () if top_logprobs is None else _logprobs(gamma, top_logprobs)
+    return GraphBindings(
+        (
+            Binding("target_logits", "float32", ("rows", vocab_size)),
+            # Request r owns rows offsets[r] .. offsets[r+1]-1: its anchor's, then ℓ_r drafted ones.
+            Binding("offsets", "int64", ("offsets",)),
+            Binding("draft_tokens", "int64", ("batch", gamma)),  # anything behind ℓ_r
+            *own,
+            *(_processors(vocab_size) if processors else ()),
+        ),
+        (
+            Binding("accepted", "int64", ("batch",)),  # -1: refused
+            Binding("tokens", "int64", ("batch", gamma + 1)),  # -1 behind the committed ones
+            *logprobs,
+        ),
+    )
 
 
-def verify_outputs(*, logprobs: bool = False) -> tuple[TensorSpec, ...]:
-    """Outputs of ``verify.onnx`` in graph order; unused places hold -1 (tokens) or 0 (log-probabilities)."""
-    return (*_OUTPUTS, *(_LOGPROBS if logprobs else ()))
+_SAMPLING = (
+    Binding("temperature", "float32", ("batch",)),
+    Binding("top_k", "int64", ("batch",)),
+    Binding("top_p", "float32", ("batch",)),
+    Binding("min_p", "float32", ("batch",)),
+)
+_NOISE = (
+    Binding("seeds", "int64", ("batch",)),
+    Binding("positions", "int64", ("batch",)),  # absolute position of the first drafted token
+)
+
+
+def _draft(gamma: int, vocab_size: int) -> tuple[Binding, ...]:
+    return (
+        # The very vectors the tokens were drawn from, before temperature; anything behind ℓ_r.
+        Binding("draft_logits", "float32", ("batch", gamma, vocab_size)),
+        Binding("draft_temperature", "float32", ("batch",)),
+    )
+
+
+def _processors(vocab_size: int) -> tuple[Binding, ...]:
+    return (
+        Binding("logit_bias", "float32", ("batch", vocab_size)),
+        Binding("repetition_penalty", "float32", ("batch",)),  # 1: off
+        Binding("presence_penalty", "float32", ("batch",)),
+        Binding("frequency_penalty", "float32", ("batch",)),
+        Binding("prompt_mask", "bool", ("batch", vocab_size)),  # the token occurs in the prompt
+        # Occurrences among the output tokens committed so far, the anchor included.
+        Binding("output_counts", "int32", ("batch", vocab_size)),
+        Binding("allowed", "bool", ("rows", vocab_size)),
+    )
+
+
+def _logprobs(gamma: int, alternatives: int) -> tuple[Binding, ...]:
+    """Places behind the committed tokens hold 0 and -1."""
+    logprobs = Binding("logprobs", "float32", ("batch", gamma + 1))
+    if not alternatives:
+        return (logprobs,)
+    shape = ("batch", gamma + 1, alternatives)
+    return (
+        logprobs,
+        Binding("top_tokens", "int64", shape),
+        Binding("top_logprobs", "float32", shape),
+    )

@@ -6,6 +6,9 @@ repetition penalty, (presence and frequency penalties, which Hugging Face does n
 temperature, top-k, top-p, min-p. Top-k and top-p keep or drop equal logits together.
 """
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,8 +19,8 @@ Ints = NDArray[np.int64]
 GREEDY_BELOW = 1e-5
 
 
-def is_greedy(temperature: float) -> bool:
-    return temperature < GREEDY_BELOW
+def is_greedy(temperature: np.float32) -> bool:
+    return bool(temperature < GREEDY_BELOW)
 
 
 def is_usable(logits: Floats) -> bool:
@@ -26,8 +29,9 @@ def is_usable(logits: Floats) -> bool:
 
 
 def softmax(scaled: Floats) -> Floats:
-    weights = np.exp(scaled - scaled.max())
-    return weights / weights.sum(dtype=np.float32)
+    weights: Floats = np.exp(scaled - scaled.max())
+    p: Floats = weights / weights.sum(dtype=np.float32)
+    return p
 
 
 def point_mass(token: int, vocab_size: int) -> Floats:
@@ -44,7 +48,11 @@ def probabilities(logits: Floats, temperature: np.float32) -> Floats:
 
 
 def target_distribution(
-    logits: Floats, temperature: np.float32, top_k: np.int64, top_p: np.float32, min_p: np.float32
+    logits: Floats,
+    temperature: np.float32,
+    top_k: np.int64,
+    top_p: np.float32,
+    min_p: np.float32,
 ) -> Floats | None:
     """The distribution [V] one token is drawn from; None if the row cannot be sampled from.
 
@@ -57,14 +65,18 @@ def target_distribution(
     return softmax(filter_logits(logits / temperature, top_k, top_p, min_p))
 
 
-def filter_logits(scaled: Floats, top_k: np.int64, top_p: np.float32, min_p: np.float32) -> Floats:
-    """Scaled logits [V] with −inf where top-k, top-p or min-p drop a token.
+def filter_logits(
+    scaled: Floats, top_k: np.int64, top_p: np.float32, min_p: np.float32
+) -> Floats:
+    """Scaled logits [V] with -inf where top-k, top-p or min-p drop a token.
 
     Kept are: logits not below the k-th largest; of these, tokens such that all strictly likelier ones
     together hold less than ``top_p``; tokens at least ``min_p`` times as likely as the likeliest.
     """
     descending = np.sort(scaled)[::-1]
-    threshold = descending[min(top_k, len(scaled)) - 1] if top_k > 0 else np.float32(-np.inf)
+    threshold = (
+        descending[min(int(top_k), len(scaled)) - 1] if top_k > 0 else np.float32(-np.inf)
+    )
     weights = np.exp(descending - descending[0])
     if top_p < 1:
         kept = np.where(descending >= threshold, weights, np.float32(0))
@@ -74,3 +86,45 @@ def filter_logits(scaled: Floats, top_k: np.int64, top_p: np.float32, min_p: np.
         threshold = max(threshold, descending[inside - 1])
     keep = (scaled >= threshold) & (np.exp(scaled - descending[0]) >= min_p)
     return np.where(keep, scaled, np.float32(-np.inf))
+
+
+class Processors(NamedTuple):
+    """What changes the logits before the temperature does. Each part has a neutral value.
+
+    ``output_counts`` counts the output tokens committed so far, the anchor included. Drafts of the same
+    block are counted by `process_logits`: row k knows the drafted tokens before it.
+    """
+
+    logit_bias: Floats  # [B, V], added first
+    repetition_penalty: Floats  # [B], 1: off; divides positive and multiplies negative logits
+    presence_penalty: Floats  # [B], 0: off; subtracted if the token was output at all
+    frequency_penalty: Floats  # [B], 0: off; subtracted once an occurrence in the output
+    prompt_mask: NDArray[np.bool_]  # [B, V]: the token occurs in the prompt
+    output_counts: NDArray[np.int32]  # [B, V]
+    allowed: NDArray[np.bool_]  # [T, V]: what a grammar permits at this row
+
+
+def process_logits(
+    target_logits: Floats, offsets: Ints, draft_tokens: Ints, processors: Processors
+) -> Floats:
+    """The target's logits [T, V] after bias, penalties and the allowed-token mask.
+
+    Repetition counts prompt and output, as in Hugging Face (CTRL, arXiv 1909.05858); presence and frequency
+    count the output alone, as in the OpenAI API. Both see a draft as output at the rows behind it, which
+    only matter if it is accepted.
+    """
+    processed = np.empty_like(target_logits)
+    for r, (start, end) in enumerate(pairwise(offsets)):
+        counts = processors.output_counts[r].astype(np.float32)
+        for k, row in enumerate(range(start, end)):
+            if k > 0:
+                counts[draft_tokens[r, k - 1]] += 1
+            logits = target_logits[row] + processors.logit_bias[r]
+            penalty = processors.repetition_penalty[r]
+            punished = np.where(logits < 0, logits * penalty, logits / penalty)
+            seen = processors.prompt_mask[r] | (counts > 0)
+            logits = np.where(seen, punished, logits)
+            logits -= processors.presence_penalty[r] * (counts > 0)
+            logits -= processors.frequency_penalty[r] * counts
+            processed[row] = np.where(processors.allowed[row], logits, np.float32(-np.inf))
+    return processed

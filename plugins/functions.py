@@ -87,7 +87,7 @@ def AcceptedPrefix(kept):  # bool [B, K] -> int64 [B, 1]
 
 @script(dspark, default_opset=op)
 def Commit(draft_tokens, accepted, last):  # [B, K], [B, 1], [B, 1] -> int64 [B], [B, K+1]
-    """Accepted drafts, then ``last``, then −1; a ``last`` of −1 refuses the request."""
+    """Accepted drafts, then ``last``, then -1; a ``last`` of -1 refuses the request."""
     refused = last == REFUSED
     row = op.Concat(draft_tokens, last, axis=1)
     places = op.Range(0, op.Squeeze(op.Shape(row, start=1, end=2)), 1)
@@ -99,7 +99,7 @@ def Commit(draft_tokens, accepted, last):  # [B, K], [B, 1], [B, 1] -> int64 [B]
 
 @script(dspark, default_opset=op)
 def BestTokens(logits):  # [T, V] -> int64 [T]
-    """First maximum of each row; −1 where a row holds NaN or +inf or nothing finite."""
+    """First maximum of each row; -1 where a row holds NaN or +inf or nothing finite."""
     total = op.ReduceSum(logits, [1], keepdims=0)  # NaN or +inf if any logit is
     infinite = op.Or(
         op.IsInf(total, detect_negative=0), op.IsInf(op.ReduceMax(logits, [1], keepdims=0))

@@ -14,8 +14,9 @@ ROUNDS = 10
 WORDS = 4
 LOW_WORD = 0xFFFFFFFF
 
-# Below this x, −log(1 − x) is computed by its series: float32 would lose the digits of x.
+# Below this x, -log(1 - x) is computed by its series: float32 would lose the digits of x.
 SERIES_BELOW = 2.0**-7
+LARGEST = 1 - 2.0**-24
 
 Words = NDArray[np.uint32]
 
@@ -42,14 +43,18 @@ def random_words(vocab_size: int, seed: int, position: int) -> Words:
 
 
 def exponential(words: Words) -> NDArray[np.float32]:
-    """−log(1 − x) for x = (word + ½) / 2^32: exact near 0, where the largest Gumbel values come from."""
+    """-log(1 - x) for x = (word + ½) / 2^32: exact near 0, where the largest Gumbel values come from.
+
+    x stays below 1, so that noise is finite, between -2.9 and 22.9.
+    """
     x = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    x = np.minimum(x, np.float32(LARGEST))
     series = x * (1 + x * (np.float32(1 / 2) + x * np.float32(1 / 3)))
-    with np.errstate(divide="ignore"):  # x rounds to 1: infinite, the token cannot win
-        return np.where(x < SERIES_BELOW, series, -np.log(1 - x))
+    noise: NDArray[np.float32] = np.where(x < SERIES_BELOW, series, -np.log(1 - x))
+    return noise
 
 
 def gumbel_scores(scaled: NDArray[np.float32], seed: int, position: int) -> NDArray[np.float32]:
     """Scaled logits [V] plus standard Gumbel noise; the first maximum is a sample of their softmax."""
-    words = random_words(len(scaled), int(seed), int(position))
+    words = random_words(len(scaled), seed, position)
     return scaled - np.log(exponential(words))

@@ -7,8 +7,9 @@ from onnxscript import script
 from onnxscript.onnx_opset import opset24 as op
 
 from dspark_trt.plugins.distribution import GREEDY_BELOW
-from dspark_trt.plugins.filter_functions import FilterLogits
+from dspark_trt.plugins.filter_functions import Filter, IsLimited
 from dspark_trt.plugins.functions import (
+    FLOAT,
     INT64,
     AcceptedPrefix,
     BestTokens,
@@ -23,27 +24,22 @@ from dspark_trt.plugins.specification import REFUSED
 
 
 @script(dspark, default_opset=op)
-def IsLimited(top_k, top_p, min_p):  # 3 × [B] -> bool []
-    """Whether any request of the batch uses top-k, top-p or min-p."""
-    nucleus = op.Or(
-        op.ReduceMin(top_p, keepdims=0) < 1.0, op.ReduceMax(min_p, keepdims=0) > 0.0
-    )
-    return op.Or(op.ReduceMax(top_k, keepdims=0) > 0, nucleus)
-
-
-@script(dspark, default_opset=op)
 def TargetProbabilities(target_logits, offsets, temperature, top_k, top_p, min_p):
-    # [T, V], [B+1], 4 × [B] -> float [T, V], bool [T]
-    """softmax of the scaled and filtered rows, and which rows are greedy (those are left unscaled)."""
+    # [T, V], [B+1], 4 of [B] -> float [T, V], bool [T]
+    """Softmax of the scaled and filtered rows, and which rows are greedy (those are left unscaled)."""
     request = RequestOfRows(target_logits, offsets)
     row_temperature = op.Gather(temperature, request)
     greedy = row_temperature < GREEDY_BELOW
     scaled = target_logits / op.Unsqueeze(op.Where(greedy, 1.0, row_temperature), [1])
     if IsLimited(top_k, top_p, min_p):
-        filtered = FilterLogits(
-            scaled, op.Gather(top_k, request), op.Gather(top_p, request), op.Gather(min_p, request)
+        weights, dropped = Filter(
+            scaled,
+            op.Gather(top_k, request),
+            op.Gather(top_p, request),
+            op.Gather(min_p, request),
         )
-        p = op.Softmax(filtered, axis=1)
+        kept = weights * op.Cast(op.Not(dropped), to=FLOAT)
+        p = kept / op.ReduceSum(kept, [1], keepdims=1)
     else:
         p = op.Softmax(scaled, axis=1)
     return p, greedy
@@ -61,10 +57,12 @@ def GreedyTokens(target_logits, greedy):  # [T, V], bool [T] -> int64 [T]
 
 @script(dspark, default_opset=op)
 def LastWeights(p_row, q_row, rejected_id, rejected):  # [B, V], [B, V], [B, 1], bool [B, 1]
-    """What the last token is drawn from: max(p − q, 0) without the rejected token, or p for a bonus."""
+    """What the last token is drawn from: max(p - q, 0) without the rejected token, or p for a bonus."""
     difference = op.Max(p_row - q_row, 0.0)
     # p(x) < q(x) for a rejected x, whatever rounding says; with a greedy draft q is all on x.
-    residual = op.ScatterElements(difference, rejected_id, op.CastLike(rejected_id * 0, p_row), axis=1)
+    residual = op.ScatterElements(
+        difference, rejected_id, op.CastLike(rejected_id * 0, p_row), axis=1
+    )
     empty = op.ReduceSum(residual, [1], keepdims=1) == 0.0
     return op.Where(op.And(rejected, op.Not(empty)), residual, p_row)
 
@@ -75,7 +73,9 @@ def VerifySampled(
     temperature, top_k, top_p, min_p, uniforms,
 ):  # fmt: skip
     """`VerifyRejection` of a batch in which at least one request samples."""
-    p, row_greedy = TargetProbabilities(target_logits, offsets, temperature, top_k, top_p, min_p)
+    p, row_greedy = TargetProbabilities(
+        target_logits, offsets, temperature, top_k, top_p, min_p
+    )
     best = GreedyTokens(target_logits, row_greedy)
     rows, drafted = RowsOfRequests(offsets, draft_tokens)
     draft_greedy = op.Unsqueeze(draft_temperature < GREEDY_BELOW, [1])

@@ -8,7 +8,7 @@ the accepted drafts and one more token, is distributed exactly as the target's o
 ``rejection``: Leviathan et al. 2023 (arXiv 2211.17192) and section 2.1 of the DSpark paper.
 ``coupled``: Daliri et al. (arXiv 2408.07978); see `dspark_trt.plugins.philox` for the noise.
 
-A request is refused (accepted −1, all its tokens −1) when the row its last token would come from holds
+A request is refused (accepted -1, all its tokens -1) when the row its last token would come from holds
 NaN or +inf or allows no token, or when the draft row it is compared with does. Rows behind that one are
 never looked at, as in decoding without drafts; other requests of the batch are not affected.
 
@@ -16,12 +16,14 @@ Legend: T target rows, B requests, K = γ, V vocabulary. Floats are float32.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.plugins.distribution import (
+    filter_logits,
     is_greedy,
     is_usable,
     probabilities,
@@ -42,7 +44,7 @@ REFUSED = -1
 
 
 class Verified(NamedTuple):
-    """What one round commits: ``tokens[r, : accepted[r] + 1]``, −1 behind; accepted −1 is a refusal."""
+    """What one round commits: ``tokens[r, : accepted[r] + 1]``, -1 behind; accepted -1 is a refusal."""
 
     accepted: Ints  # [B]
     tokens: Ints  # [B, K+1]
@@ -62,7 +64,9 @@ def pick(weights: Floats, uniform: float) -> int:
 
 def spread(uniform: float) -> np.float32:
     """A second number in [0, 1) from the same 24 bits: evenly spaced where ``uniform`` is confined to a block."""
-    return np.float32(int(uniform * UNIFORM_STEPS) * SPREAD % UNIFORM_STEPS) / np.float32(UNIFORM_STEPS)
+    return np.float32(int(uniform * UNIFORM_STEPS) * SPREAD % UNIFORM_STEPS) / np.float32(
+        UNIFORM_STEPS
+    )
 
 
 def draw(weights: Floats, uniform: float) -> int:
@@ -102,13 +106,13 @@ def verify_rejection(
     min_p: Floats,  # [B]
     uniforms: Floats,  # [B, K+1]: K to accept with, one for the last token
 ) -> Verified:
-    """Accept x_k if u·q(x_k) < p(x_k); the first rejected place draws from norm(max(p − q, 0)), else a bonus from p.
+    """Accept x_k if u·q(x_k) < p(x_k); the first rejected place draws from norm(max(p - q, 0)), else a bonus from p.
 
     q is the softmax of the very ``draft_logits`` the token was drawn from, or a point mass on the token
     where ``draft_temperature`` is 0. Uniforms are below 1, so u·q < p accepts with probability min(1, p/q).
     """
     committed = []
-    for r, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for r, (start, end) in enumerate(pairwise(offsets)):
         drafted = draft_tokens[r, : end - start - 1]
         tokens: list[int] = []
         for k, row in enumerate(target_logits[start:end]):
@@ -152,9 +156,11 @@ def verify_coupled(
 ) -> Verified:
     """Keep drafts as long as they are the token the target itself draws with this seed at this position."""
     committed = []
-    for r, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for r, (start, end) in enumerate(pairwise(offsets)):
         own = (
-            sample_coupled(row, temperature[r], top_k[r], top_p[r], min_p[r], seeds[r], positions[r] + k)
+            sample_coupled(
+                row, temperature[r], top_k[r], top_p[r], min_p[r], seeds[r], positions[r] + k
+            )
             for k, row in enumerate(target_logits[start:end])
         )
         tokens: list[int] = []
@@ -182,13 +188,12 @@ def sample_coupled(
 
     Returns `REFUSED` for a row from which nothing can be drawn. A drafter calls this with its own logits.
     """
-    p = target_distribution(logits, temperature, top_k, top_p, min_p)
-    if p is None:
+    if not is_usable(logits):
         return REFUSED
     if is_greedy(temperature):
-        return int(p.argmax())
-    scores = gumbel_scores(logits / temperature, seed, position)
-    return int(np.where(p > 0, scores, -np.inf).argmax())
+        return int(logits.argmax())
+    kept = filter_logits(logits / temperature, top_k, top_p, min_p)
+    return int(gumbel_scores(kept, int(seed), int(position)).argmax())
 
 
 def _pack(committed: Sequence[Sequence[int]], gamma: int) -> Verified:
