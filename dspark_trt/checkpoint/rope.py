@@ -8,12 +8,11 @@ from dspark_trt.checkpoint.fields import Fields, is_number
 from dspark_trt.config import RopeConfig
 
 _SCALING = ("rope_scaling", "rope_parameters")
-_YARN_KEYS = frozenset(
-    {
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-        "truncate", "mscale", "mscale_all_dim", "rope_theta", "rope_type", "type",
-    }
+_YARN_NUMBERS = (
+    "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+    "mscale", "mscale_all_dim",
 )  # fmt: skip
+_YARN_KEYS = frozenset({*_YARN_NUMBERS, "truncate", "rope_theta", "rope_type", "type"})
 
 
 def rope_from_fields(fields: Fields) -> RopeConfig:
@@ -41,25 +40,13 @@ def rope_from_fields(fields: Fields) -> RopeConfig:
 
 
 def _yarn(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> RopeConfig:
-    def number(key: str, default: float | None) -> float | None:
-        value = scaling.get(key)
-        if value is None:
-            return default
-        if not is_number(value):
-            raise fields.error(f"{where}.{key} is {value!r}, expected a number")
-        return float(value)
-
-    factor = number("factor", None)
-    positions = number("original_max_position_embeddings", None)
+    numbers = {key: _number(fields, where, scaling, key) for key in _YARN_NUMBERS}
+    factor, positions = numbers["factor"], numbers["original_max_position_embeddings"]
     if factor is None or positions is None:
         raise fields.error(f"{where}: YaRN needs factor and original_max_position_embeddings")
-    beta_fast, beta_slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
-    assert beta_fast is not None
-    assert beta_slow is not None
-    truncate = scaling.get("truncate", True)
-    attention = number("attention_factor", None)
-    mscale, mscale_all = number("mscale", None), number("mscale_all_dim", None)
-    if attention is None and mscale and mscale_all:
+    attention = numbers["attention_factor"]
+    mscale, mscale_all = numbers["mscale"], numbers["mscale_all_dim"]
+    if attention is None and mscale and mscale_all and factor >= 1:
         # The DeepSeek form: the ratio of two scales instead of the paper's single one.
         log_factor = 0.1 * math.log(factor)
         attention = (mscale * log_factor + 1) / (mscale_all * log_factor + 1)
@@ -67,11 +54,20 @@ def _yarn(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> 
         theta=theta,
         yarn_factor=factor,
         original_positions=int(positions),
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
+        beta_fast=numbers["beta_fast"] or 32.0,
+        beta_slow=numbers["beta_slow"] or 1.0,
         attention_factor=attention,
-        truncate=bool(truncate),
+        truncate=scaling.get("truncate") is not False,
     )
+
+
+def _number(fields: Fields, where: str, scaling: dict[str, Any], key: str) -> float | None:
+    value = scaling.get(key)
+    if value is None:
+        return None
+    if not is_number(value):
+        raise fields.error(f"{where}.{key} is {value!r}, expected a number")
+    return float(value)
 
 
 def _scaling(fields: Fields) -> tuple[str, dict[str, Any]]:
@@ -102,11 +98,11 @@ def _scaling(fields: Fields) -> tuple[str, dict[str, Any]]:
 
 
 def _theta(fields: Fields, where: str, scaling: dict[str, Any]) -> float:
-    top, inner = fields.number("rope_theta"), scaling.get("rope_theta")
-    if inner is not None and not is_number(inner):
-        raise fields.error(f"{where}.rope_theta is {inner!r}, expected a number")
+    top = fields.number("rope_theta")
+    inner = _number(fields, where, scaling, "rope_theta")
     if top is not None and inner is not None and top.value != inner:
         raise fields.error(f"{top.where} is {top.value} but {where}.rope_theta is {inner}")
-    if top is None and inner is None:
+    theta = inner if top is None else float(top.value)
+    if theta is None:
         raise fields.error("rope_theta is missing, both at the top and in rope_parameters")
-    return float(inner if top is None else top.value)  # type: ignore[arg-type]
+    return theta
