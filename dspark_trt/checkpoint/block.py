@@ -204,6 +204,9 @@ def _target_layers(
     ids = tuple(layer - shift for layer in setting.value)
     if fault := layer_id_fault(ids, depth):
         raise fields.error(f"{setting.where} {setting.value} {fault}")
+    if dialect is MODEL_OPTIMIZER and ids[0] == -1:
+        # NVIDIA/Model-Optimizer#2149: negative ids were exported; a Python index cannot be told apart.
+        notes.warn(f"{setting.where} {setting.value}: -1 is read as the embedding output")
     reason = f"{setting.where} {setting.value} less 1" if shift else setting.where
     notes.decide(
         "target_layer_ids", list(ids), f"{reason}; id i is the output of decoder layer i"

@@ -95,6 +95,16 @@ def test_speculators_ids_come_one_higher(tmp_path: Path) -> None:
         read_draft(path)
 
 
+@pytest.mark.parametrize(("layout", "warnings"), [("specforge", 0), ("model-optimizer", 1)])
+def test_embedding_taps_are_doubtful_in_one_format(
+    tmp_path: Path, layout: str, warnings: int
+) -> None:
+    path = write_draft(tmp_path / "draft", layout=layout, target_layer_ids=(-1, 2))
+    checkpoint = read_draft(path)
+    assert checkpoint.config.target_layer_ids == (-1, 2)
+    assert ["-1 is read as" in text for text in checkpoint.warnings] == [True] * warnings
+
+
 @pytest.mark.parametrize(
     ("layout", "key", "nested"),
     [
