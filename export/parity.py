@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does every graph of a bundle compute what its torch module computes?
+
+The modules get the bundle's own weights and fresh random inputs; Polygraphy runs the graphs in
+onnxruntime and compares. Verification graphs are compared with their NumPy specification.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dspark_trt.bundle import Bundle
+from dspark_trt.errors import BackendError
+from dspark_trt.export.graphs import Graph, draft_graphs, target_graph
+from dspark_trt.export.passes import TRANSPOSED_SUFFIX
+from dspark_trt.models.drafter import Drafter
+from dspark_trt.models.loading import drafter_skeleton, fill, target_skeleton
+from dspark_trt.models.target import Target
+from dspark_trt.plugins import specification
+
+Arrays = dict[str, NDArray[Any]]
+
+# float32: rounding of sums in another order. float16: one unit in the last place of logits near 16.
+TOLERANCES = {"float32": 2e-4, "float16": 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParity:
+    """One output of one graph against its reference, over all valid elements."""
+
+    name: str  # of the graph
+    output: str
+    max_abs_error: float | None  # None: not finite
+    tolerance: float
+    passed: bool
+
+
+def check_parity(bundle: Bundle, *, seed: int = 0) -> Iterator[OutputParity]:
+    """Compare graph by graph, yielding results as they come.
+
+    Raises:
+        BackendError: onnxruntime's CPU provider cannot run the bundle's precision.
+    """
+    if bundle.dtype not in TOLERANCES:
+        raise BackendError(
+            f"onnxruntime's CPU provider has no {bundle.dtype} kernels, so parity cannot be measured here. "
+            "Check a float32 or float16 export of the same checkpoint."
+        )
+    random = np.random.default_rng(seed)
+    tolerance = TOLERANCES[bundle.dtype]
+    for graph in _graphs(bundle):
+        inputs = _inputs(graph, random)
+        outputs = _run_graph(bundle.graph_path(graph.name), inputs)
+        reference = _run_module(graph, inputs)
+        if graph.name == "draft":
+            _forget_after_divergence(reference, outputs, tolerance)
+        yield from _compare(graph.name, reference, outputs, tolerance)
+    if bundle.target is not None:
+        for name, verify in _VERIFIERS.items():
+            inputs = _verify_inputs(bundle, random, greedy=name == "verify_greedy")
+            outputs = _run_graph(bundle.graph_path(name), inputs)
+            yield from _compare(name, verify(inputs), outputs, 0.0)
+
+
+def _graphs(bundle: Bundle) -> list[Graph]:
+    """The modules, filled from the initializers of the graphs themselves."""
+    drafter = drafter_skeleton(bundle.draft)
+    fill(drafter, _weights(bundle, ("draft", "context"), drafter))
+    graphs = draft_graphs(drafter, bundle.dtype)
+    if bundle.target is not None:
+        target = target_skeleton(bundle.target, bundle.draft.target_layer_ids)
+        fill(target, _weights(bundle, ("target",), target))
+        graphs.append(target_graph(target, bundle.draft, bundle.dtype))
+    return graphs
+
+
+def _weights(
+    bundle: Bundle, graphs: tuple[str, ...], module: Drafter | Target
+) -> Mapping[str, torch.Tensor]:
+    import onnx
+    from onnx.numpy_helper import to_array
+
+    stored: dict[str, torch.Tensor] = {}
+    for name in graphs:
+        model = onnx.load(bundle.graph_path(name))
+        for tensor in model.graph.initializer:
+            value = torch.from_numpy(to_array(tensor).copy())
+            plain = tensor.name.removesuffix(TRANSPOSED_SUFFIX)
+            stored[plain] = value.t() if tensor.name != plain else value
+    found = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        source = stored.get(name)
+        if source is None and name == "lm_head.weight":  # tied: one initializer under either name
+            source = stored.get("embed_tokens.weight")
+        if source is None and name == "embed_tokens.weight":
+            source = stored.get("lm_head.weight")
+        if source is None:
+            raise BackendError(f"{bundle.path}: no graph holds the weight {name}")
+        assert source.shape == parameter.shape, name
+        found[name] = source
+    return found
+
+
+_SIZES = {
+    "batch": 3, "capacity": 64, "rows": 9, "padded": 4, "logit_rows": 5, "context_rows": 6, "slots": 4,
+}  # fmt: skip
+
+
+def _inputs(graph: Graph, random: np.random.Generator) -> Arrays:
+    """Random tensors of the contract's shapes; integers within their meaning."""
+    ragged = {
+        # Requests of 4, 3 and 2 rows: flattened, padded to 4.
+        "pad_index": np.array([[0, 1, 2, 3], [4, 5, 6, 0], [7, 8, 0, 0]], np.int64),
+        "unpad_index": np.array([0, 1, 2, 3, 4, 5, 6, 8, 9], np.int64),
+        "logit_rows": np.array([0, 3, 4, 6, 8], np.int64),
+        "context_len": np.array([0, 5, 17], np.int64),
+        "positions": np.array([0, 1, 2, 3, 5, 6, 7, 17, 18], np.int64),
+        "new_len": np.array([0, 1, 2], np.int64),
+        "temperature": np.array([0.0, 0.7, 1.0], np.float32),
+    }
+    made: Arrays = {}
+    for binding in graph.bindings.inputs:
+        shape = tuple(d if isinstance(d, int) else _SIZES[d] for d in binding.shape)
+        if binding.name in ragged:
+            made[binding.name] = ragged[binding.name]
+        elif binding.dtype == "int64":
+            made[binding.name] = random.integers(0, _vocab(graph), shape)
+        elif binding.name == "uniforms":
+            made[binding.name] = random.random(shape, np.float32)
+        else:
+            made[binding.name] = random.standard_normal(shape, np.float32).astype(binding.dtype)
+    return made
+
+
+def _vocab(graph: Graph) -> int:
+    return next(p.shape[0] for n, p in graph.module.named_parameters() if "embed" in n or "_w1" in n)
+
+
+def _run_module(graph: Graph, inputs: Arrays) -> Arrays:
+    """Copies go in: eager modules update caches in place."""
+    tensors = [torch.from_numpy(inputs[name].copy()) for name in graph.bindings.input_names]
+    with torch.inference_mode():
+        results = graph.module(*tensors)
+    return dict(zip(graph.bindings.output_names, (r.numpy() for r in results), strict=True))
+
+
+def _run_graph(path: Path, inputs: Arrays) -> Arrays:
+    import onnxruntime
+    from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
+    from polygraphy.logger import G_LOGGER
+
+    onnxruntime.set_default_logger_severity(3)  # this runner copies caches, and is told so each time
+    with (
+        G_LOGGER.verbosity(G_LOGGER.CRITICAL),
+        OnnxrtRunner(SessionFromOnnx(str(path), providers=["CPUExecutionProvider"])) as runner,
+    ):
+        return dict(runner.infer(inputs))
+
+
+def _forget_after_divergence(reference: Arrays, outputs: Arrays, tolerance: float) -> None:
+    """Two drafts that part at a near tie are both right; what follows has different inputs.
+
+    A token differs from the reference only where the reference's own choice is within the tolerance;
+    from there on the slot is left out of the comparison.
+    """
+    same = reference["tokens"] == outputs["tokens"]
+    for request, slot in zip(*np.nonzero(~same), strict=True):
+        if not same[request, :slot].all():
+            continue  # behind the first difference
+        row = reference["logits"][request, slot]
+        chosen = [row[x["tokens"][request, slot]] for x in (reference, outputs)]
+        if abs(float(chosen[0] - chosen[1])) <= 2 * tolerance:
+            outputs["tokens"][request, slot:] = reference["tokens"][request, slot:]
+            outputs["logits"][request, slot + 1 :] = reference["logits"][request, slot + 1 :]
+            if "confidence_logits" in outputs:
+                outputs["confidence_logits"][request, slot + 1 :] = reference["confidence_logits"][
+                    request, slot + 1 :
+                ]
+
+
+def _compare(
+    graph: str, reference: Arrays, outputs: Arrays, tolerance: float
+) -> Iterator[OutputParity]:
+    from polygraphy.comparator import Comparator, RunResults, SimpleCompareFunc
+    from polygraphy.comparator.struct import IterationResult
+    from polygraphy.logger import G_LOGGER
+
+    runs = RunResults(
+        [
+            ("reference", [IterationResult(reference, runner_name="reference")]),
+            ("onnxruntime", [IterationResult(outputs, runner_name="onnxruntime")]),
+        ]
+    )
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        results = Comparator.compare_accuracy(
+            runs,
+            compare_func=SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max"),
+        )
+    ((iteration,),) = results[0].values()  # one pair of runners, one iteration
+    for output, verdict in iteration.items():
+        error = float(verdict.max_absdiff)
+        yield OutputParity(
+            graph, output, error if isfinite(error) else None, tolerance, bool(verdict)
+        )
+
+
+def _verify_inputs(bundle: Bundle, random: np.random.Generator, *, greedy: bool) -> Arrays:
+    batch, gamma, vocab = 4, bundle.draft.gamma, bundle.draft.decoder.vocab_size
+    lengths = np.array([0, 1, gamma, gamma // 2])
+    offsets = np.concatenate([[0], np.cumsum(1 + lengths)]).astype(np.int64)
+    target_logits = 2 * random.standard_normal((int(offsets[-1]), vocab), np.float32)
+    noise = random.standard_normal((batch, gamma, vocab), np.float32)
+    draft_logits = np.stack([np.resize(target_logits[a:b], (gamma, vocab)) for a, b in _pairs(offsets)])
+    draft_logits += 0.3 * noise
+    inputs: Arrays = {
+        "target_logits": target_logits,
+        "offsets": offsets,
+        "draft_tokens": draft_logits.argmax(-1),
+    }
+    if not greedy:
+        inputs |= {
+            "draft_logits": draft_logits,
+            "draft_temperature": np.array([0, 0.5, 1, 1], np.float32),
+            "temperature": np.array([0, 0.5, 1, 1], np.float32),
+            "top_k": np.array([0, 0, 20, 0], np.int64),
+            "top_p": np.array([1, 1, 1, 0.9], np.float32),
+            "min_p": np.zeros(batch, np.float32),
+            "uniforms": random.random((batch, gamma + 1), np.float32),
+        }
+    return inputs
+
+
+def _pairs(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    return zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+
+
+def _verify_rejection(inputs: Arrays) -> Arrays:
+    return specification.verify_rejection(**inputs)._asdict()
+
+
+def _verify_greedy(inputs: Arrays) -> Arrays:
+    """Rejection at temperature 0, where nothing but the arg max matters."""
+    batch, gamma = inputs["draft_tokens"].shape
+    zeros, ones = np.zeros(batch, np.float32), np.ones(batch, np.float32)
+    return specification.verify_rejection(
+        **inputs,
+        draft_logits=np.zeros((batch, gamma, inputs["target_logits"].shape[1]), np.float32),
+        draft_temperature=zeros,
+        temperature=zeros,
+        top_k=np.zeros(batch, np.int64),
+        top_p=ones,
+        min_p=zeros,
+        uniforms=np.zeros((batch, gamma + 1), np.float32),
+    )._asdict()
+
+
+_VERIFIERS: dict[str, Callable[[Arrays], Arrays]] = {
+    "verify": _verify_rejection,
+    "verify_greedy": _verify_greedy,
+}
