@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting has to return on this machine before it pays.
+
+The unit is a *plain round*: one target step that gives every running request one token. Drafting pays
+a request when the drafts it keeps outnumber the plain rounds they cost, drafting included.
+
+Legend: R requests, K = γ drafted tokens.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_trt.errors import RequestError
+from dspark_trt.runtime.cost_table import CostTable
+
+Floats = NDArray[np.float64]
+
+
+def plain_rounds_spent(
+    table: CostTable,
+    lengths: ArrayLike,  # [R] ℓ_r
+    drafted: ArrayLike,  # [R] whether the request drafted at all
+    *,
+    context_tokens: float | None = None,
+) -> Floats:  # [R]
+    """What this round's drafting and verification cost each request beyond its plain round.
+
+    The draft step is shared by those that drafted, the longer target step by verified tokens.
+    """
+    verified = np.asarray(lengths, dtype=np.float64)
+    took_part = np.asarray(drafted, dtype=np.float64)
+    requests, tokens = verified.size, int(verified.sum())
+    step = table.seconds(requests, requests + tokens, context_tokens=context_tokens)
+    seconds = took_part * table.draft_cost(int(took_part.sum())) / max(took_part.sum(), 1.0)
+    seconds += verified * (step[-1] - step[0]) / max(tokens, 1)
+    return np.asarray(seconds * requests / step[0])
+
+
+def fixed_length_speed(
+    table: CostTable,
+    conditional: ArrayLike,  # [K] P(x_k accepted | prefix accepted)
+    *,
+    requests: int,
+    context_tokens: float | None = None,
+) -> Floats:  # [K + 1]
+    """Tokens a second of R requests that always verify k drafts, k = 0..K; 0 does not draft."""
+    survival = np.cumprod(np.asarray(conditional, dtype=np.float64))
+    gamma = survival.size
+    tokens = requests * np.concatenate([[1.0], 1.0 + np.cumsum(survival)])
+    seconds = table.seconds(requests, requests * (gamma + 1), context_tokens=context_tokens)
+    seconds = seconds[::requests].copy()
+    seconds[1:] += table.draft_cost(requests)
+    return np.asarray(tokens / seconds)
+
+
+def recommended_length(
+    table: CostTable,
+    conditional: ArrayLike,  # [K]
+    *,
+    requests: int,
+    context_tokens: float | None = None,
+) -> int:
+    """The fixed length with the most tokens a second; 0: do not draft on this machine."""
+    speed = fixed_length_speed(
+        table, conditional, requests=requests, context_tokens=context_tokens
+    )
+    return int(speed.argmax())
+
+
+def break_even_acceptance(
+    table: CostTable, gamma: int, *, requests: int, context_tokens: float | None = None
+) -> float:
+    """Conditional acceptance, equal at all positions, above which some fixed length beats plain.
+
+    1.0 if not even certain drafts pay.
+    """
+    if gamma < 1:
+        raise RequestError(f"break-even needs at least one drafted token, got {gamma}")
+
+    def pays(acceptance: float) -> bool:
+        return bool(
+            recommended_length(
+                table,
+                np.full(gamma, acceptance),
+                requests=requests,
+                context_tokens=context_tokens,
+            )
+        )
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high

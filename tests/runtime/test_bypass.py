@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting that does not pay stops, costs little, and starts again when it pays."""
+
+import numpy as np
+import pytest
+
+from dspark_trt.errors import RequestError
+from dspark_trt.runtime.break_even import (
+    break_even_acceptance,
+    fixed_length_speed,
+    plain_rounds_spent,
+    recommended_length,
+)
+from dspark_trt.runtime.bypass import Bypass
+from dspark_trt.runtime.cost_table import CostTable
+
+# A step over 8 tokens costs 1.6 steps of one, drafting 0.65: like the toy drafters on a CPU.
+_TABLE = CostTable(
+    [1, 8], [1.0, 1 / 1.6], padded=False, requests=[1, 64], draft_seconds=[0.65, 8.0]
+)
+
+
+def _run(
+    conditional: np.ndarray,  # [T, K] acceptance of each round's drafts
+    requests: int,
+    *,
+    verified: int = 7,
+    seed: int = 0,
+    table: CostTable = _TABLE,
+) -> tuple[float, np.ndarray]:
+    """(plain rounds of time a request, [T, R] who drafted) over T rounds."""
+    rng = np.random.default_rng(seed)
+    policy, slots = Bypass(), np.arange(requests)
+    state = policy.joined(policy.start(requests), slots)
+    spent = 0.0
+    history = np.zeros((len(conditional), requests), bool)
+    for t, chances in enumerate(conditional[:, :verified]):
+        history[t] = drafted = policy.drafting(state, slots)
+        kept = np.logical_and.accumulate(rng.random((requests, verified)) < chances, axis=1)
+        cost = plain_rounds_spent(table, verified * drafted, drafted)
+        state = policy.updated(state, slots, drafted, drafted * kept.sum(axis=1), cost)
+        spent += 1 + cost.mean()
+    return spent, history
+
+
+@pytest.mark.parametrize(
+    ("requests", "verified", "rounds"), [(1, 7, 128), (1, 7, 512), (8, 3, 96), (32, 1, 96)]
+)
+def test_garbage_costs_at_most_five_percent(requests: int, verified: int, rounds: int) -> None:
+    spent, history = _run(np.zeros((rounds, 7)), requests, verified=verified)
+    assert spent <= 1.05 * rounds
+    assert history.any()
+
+
+def test_probes_grow_apart() -> None:
+    _, history = _run(np.zeros((2000, 7)), requests=1)
+    gaps = np.diff(np.flatnonzero(history[:, 0]))
+    probes = gaps[gaps > 1]
+    assert probes.size >= 4
+    assert probes[1:] / probes[:-1] == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "table"),
+    [(1, _TABLE), (8, CostTable([8, 64], [1.0, 0.7], requests=[8], draft_seconds=[0.2]))],
+)
+def test_a_good_drafter_is_hardly_ever_stopped(requests: int, table: CostTable) -> None:
+    good = np.tile([0.8, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75], (400, 1))
+    shares = [_run(good, requests, table=table, seed=seed)[1].mean() for seed in range(20)]
+    assert np.mean(shares) > 0.9
+    assert np.median(shares) == 1.0
+
+
+def test_drafting_comes_back_when_it_pays() -> None:
+    conditional = np.zeros((600, 7))
+    conditional[100:] = 0.95
+    stopped, resumed = [], []
+    for seed in range(10):
+        _, history = _run(conditional, requests=1, seed=seed)
+        stopped.append(history[30:100].mean())
+        resumed.append(history[300:].mean())
+    assert max(stopped) < 0.1
+    assert np.median(resumed) == 1.0
+
+
+def test_a_new_request_learns_from_the_others() -> None:
+    policy = Bypass()
+    state = policy.joined(policy.start(2), [0])
+    for _ in range(4):
+        state = policy.updated(state, [0], [True], [0], [1.0])
+    state = policy.joined(state, [1])
+    assert policy.drafting(state, [1]).tolist() == [False]
+    for _ in range(60):
+        state = policy.updated(state, [0], [True], [5], [1.0])
+    assert policy.drafting(policy.joined(state, [1]), [1]).tolist() == [True]
+
+
+def test_what_a_round_costs_is_shared_by_who_caused_it() -> None:
+    spent = plain_rounds_spent(_TABLE, [6, 0, 0], [True, True, False])
+    step = _TABLE.seconds(3, 9)
+    draft = _TABLE.draft_cost(2) / 2
+    assert spent[2] == 0
+    assert spent[1] == pytest.approx(3 * draft / step[0])
+    assert spent[0] == pytest.approx(3 * (draft + step[-1] - step[0]) / step[0])
+
+
+def test_recommended_length_can_be_zero() -> None:
+    costly = CostTable([1, 2, 3, 4], [1.0, 0.4, 0.3, 0.25])
+    assert recommended_length(costly, [0.9, 0.9, 0.9], requests=1) == 0
+    assert break_even_acceptance(costly, 3, requests=1) == pytest.approx(1.0)
+    cheap = CostTable([1, 4], [1.0, 0.9])
+    assert recommended_length(cheap, [0.9, 0.9, 0.9], requests=1) == 3
+    with pytest.raises(RequestError, match="at least one drafted token, got 0"):
+        break_even_acceptance(cheap, 0, requests=1)
+
+
+def test_at_break_even_a_fixed_length_is_as_fast_as_plain_decoding() -> None:
+    acceptance = break_even_acceptance(_TABLE, 7, requests=1)
+    speed = fixed_length_speed(_TABLE, np.full(7, acceptance), requests=1)
+    assert 0.3 < acceptance < 0.7
+    assert speed[1:].max() == pytest.approx(speed[0], rel=1e-6)
