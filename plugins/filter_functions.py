@@ -19,68 +19,37 @@ UNDERFLOW = 104.0  # exp(-104) is 0 in float32: nothing below is worth searching
 
 
 @script(dspark, default_opset=op)
-def HalveByCount(scaled, wanted, low, high):  # [T, V], float [T, 1], [T, 1], [T, 1]
-    """Halve [low, high] so that at least ``wanted`` logits stay at or above low."""
-    middle = (low + high) * 0.5
-    enough = op.ReduceSum(op.Cast(scaled >= middle, to=FLOAT), [1], keepdims=1) >= wanted
-    return op.Where(enough, middle, low), op.Where(enough, high, middle)
-
-
-@script(dspark, default_opset=op)
-def HalveByMass(scaled, weights, budget, low, high):  # [T, V], [T, V], [T, 1], [T, 1], [T, 1]
-    """Halve [low, high] so that the tokens above low hold at least ``budget``."""
+def Halve(scaled, weights, wanted, low, high):  # [T, V], [T, V], [T, 1], [T, 1], [T, 1]
+    """Halve [low, high] so that the tokens at or above low still weigh at least ``wanted``."""
     middle = (low + high) * 0.5
     above = weights * op.Cast(
-        scaled > middle, to=FLOAT
+        scaled >= middle, to=FLOAT
     )  # onnxruntime's Where takes three times as long
-    enough = op.ReduceSum(above, [1], keepdims=1) >= budget
+    enough = op.ReduceSum(above, [1], keepdims=1) >= wanted
     return op.Where(enough, middle, low), op.Where(enough, high, middle)
 
 
 @script(dspark, default_opset=op)
-def HalveByCount4(scaled, wanted, low, high):
-    low1, high1 = HalveByCount(scaled, wanted, low, high)
-    low2, high2 = HalveByCount(scaled, wanted, low1, high1)
-    low3, high3 = HalveByCount(scaled, wanted, low2, high2)
-    low4, high4 = HalveByCount(scaled, wanted, low3, high3)
+def Halve4(scaled, weights, wanted, low, high):
+    low1, high1 = Halve(scaled, weights, wanted, low, high)
+    low2, high2 = Halve(scaled, weights, wanted, low1, high1)
+    low3, high3 = Halve(scaled, weights, wanted, low2, high2)
+    low4, high4 = Halve(scaled, weights, wanted, low3, high3)
     return low4, high4
 
 
 @script(dspark, default_opset=op)
-def HalveByMass4(scaled, weights, budget, low, high):
-    low1, high1 = HalveByMass(scaled, weights, budget, low, high)
-    low2, high2 = HalveByMass(scaled, weights, budget, low1, high1)
-    low3, high3 = HalveByMass(scaled, weights, budget, low2, high2)
-    low4, high4 = HalveByMass(scaled, weights, budget, low3, high3)
-    return low4, high4
-
-
-@script(dspark, default_opset=op)
-def SearchCount(scaled, wanted, top):  # [T, V], float [T, 1], [T, 1] -> [T, 1]
-    """The ``wanted``-th largest logit."""
-    low1, high1 = HalveByCount4(scaled, wanted, top - UNDERFLOW, top)
-    low2, high2 = HalveByCount4(scaled, wanted, low1, high1)
-    low3, high3 = HalveByCount4(scaled, wanted, low2, high2)
-    low4, high4 = HalveByCount4(scaled, wanted, low3, high3)
-    low5, high5 = HalveByCount4(scaled, wanted, low4, high4)
-    low6, high6 = HalveByCount4(scaled, wanted, low5, high5)
-    low7, high7 = HalveByCount4(scaled, wanted, low6, high6)
-    low8, _high8 = HalveByCount4(scaled, wanted, low7, high7)
+def Search(scaled, weights, wanted, top):  # [T, V], [T, V] or [1, 1], [T, 1], [T, 1] -> [T, 1]
+    """The largest logit such that the tokens at or above it weigh at least ``wanted``, to 3e-8."""
+    low1, high1 = Halve4(scaled, weights, wanted, top - UNDERFLOW, top)
+    low2, high2 = Halve4(scaled, weights, wanted, low1, high1)
+    low3, high3 = Halve4(scaled, weights, wanted, low2, high2)
+    low4, high4 = Halve4(scaled, weights, wanted, low3, high3)
+    low5, high5 = Halve4(scaled, weights, wanted, low4, high4)
+    low6, high6 = Halve4(scaled, weights, wanted, low5, high5)
+    low7, high7 = Halve4(scaled, weights, wanted, low6, high6)
+    low8, _high8 = Halve4(scaled, weights, wanted, low7, high7)
     return low8
-
-
-@script(dspark, default_opset=op)
-def SearchMass(scaled, weights, budget, top):  # [T, V], [T, V], [T, 1], [T, 1] -> [T, 1]
-    """The smallest logit such that the tokens above it hold less than ``budget``."""
-    low1, high1 = HalveByMass4(scaled, weights, budget, top - UNDERFLOW, top)
-    low2, high2 = HalveByMass4(scaled, weights, budget, low1, high1)
-    low3, high3 = HalveByMass4(scaled, weights, budget, low2, high2)
-    low4, high4 = HalveByMass4(scaled, weights, budget, low3, high3)
-    low5, high5 = HalveByMass4(scaled, weights, budget, low4, high4)
-    low6, high6 = HalveByMass4(scaled, weights, budget, low5, high5)
-    low7, high7 = HalveByMass4(scaled, weights, budget, low6, high6)
-    low8, _high8 = HalveByMass4(scaled, weights, budget, low7, high7)
-    return op.ReduceMin(op.Where(scaled > low8, scaled, top), [1], keepdims=1)
 
 
 @script(dspark, default_opset=op)
@@ -95,7 +64,9 @@ def TopKThreshold(
     found = op.GatherElements(candidates, place, axis=1)
     beyond = op.And(limited, top_k > count)
     if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
-        searched = SearchCount(scaled, op.Cast(top_k, to=FLOAT), candidates[:, :1])
+        searched = Search(
+            scaled, op.CastLike([[1]], scaled), op.Cast(top_k, to=FLOAT), candidates[:, :1]
+        )
         threshold = op.Where(beyond, searched, found)
     else:
         threshold = op.Identity(found)
@@ -105,7 +76,7 @@ def TopKThreshold(
 @script(dspark, default_opset=op)
 def TopPThreshold(scaled, weights, candidates, top_p, floor):
     # [T, V], [T, V], [T, C] descending, [T, 1], [T, 1] -> [T, 1]
-    """The smallest logit such that the kept tokens above it hold less than ``top_p`` of what ``floor`` keeps."""
+    """The largest logit such that the tokens at or above it hold ``top_p`` of what ``floor`` keeps."""
     top = candidates[:, :1]
     kept = weights * op.Cast(scaled >= floor, to=FLOAT)
     budget = op.ReduceSum(kept, [1], keepdims=1) * top_p
@@ -117,7 +88,7 @@ def TopPThreshold(scaled, weights, candidates, top_p, floor):
     hidden = op.And(inside == count, count < op.Shape(scaled, start=1, end=2))
     beyond = op.And(limited, hidden)
     if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
-        searched = SearchMass(scaled, weights, budget, top)
+        searched = Search(scaled, weights, budget, top)
         threshold = op.Where(beyond, searched, found)
     else:
         threshold = op.Identity(found)

@@ -15,7 +15,7 @@ never looked at, as in decoding without drafts; other requests of the batch are 
 Legend: T target rows, B requests, K = γ, V vocabulary. Floats are float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from dspark_trt.plugins.distribution import (
     filter_logits,
     is_greedy,
     is_usable,
+    point_mass,
     probabilities,
     target_distribution,
 )
@@ -106,41 +107,37 @@ def verify_rejection(
     min_p: Floats,  # [B]
     uniforms: Floats,  # [B, K+1]: K to accept with, one for the last token
 ) -> Verified:
-    """Accept x_k if u·q(x_k) < p(x_k); the first rejected place draws from norm(max(p - q, 0)), else a bonus from p.
+    """Accept x_k if u·q(x_k) < p(x_k); the first rejected place draws from norm(max(p - q, 0)), else p a bonus.
 
     q is the softmax of the very ``draft_logits`` the token was drawn from, or a point mass on the token
     where ``draft_temperature`` is 0. Uniforms are below 1, so u·q < p accepts with probability min(1, p/q).
     """
-    committed = []
-    for r, (start, end) in enumerate(pairwise(offsets)):
-        drafted = draft_tokens[r, : end - start - 1]
-        tokens: list[int] = []
+
+    def request(r: int, start: int, end: int) -> list[int]:
+        drafted, last_uniform = draft_tokens[r, : end - start - 1], float(uniforms[r, -1])
         for k, row in enumerate(target_logits[start:end]):
+            accepted = [int(token) for token in drafted[:k]]
             p = target_distribution(row, temperature[r], top_k[r], top_p[r], min_p[r])
             if p is None:
-                tokens = []
-                break
+                return []
             if k == len(drafted):
-                tokens.append(draw(p, float(uniforms[r, -1])))
-                break
+                return [*accepted, draw(p, last_uniform)]
             x = int(drafted[k])
-            if is_greedy(draft_temperature[r]):
-                q = np.zeros_like(p)
-                q[x] = 1
+            if is_greedy(temperature[r]) or is_greedy(draft_temperature[r]):
+                q = point_mass(
+                    x, len(p)
+                )  # a greedy target does not ask how likely the draft was
             elif is_usable(draft_logits[r, k]):
                 q = probabilities(draft_logits[r, k], draft_temperature[r])
             else:
-                tokens = []
-                break
-            if uniforms[r, k] * q[x] < p[x]:
-                tokens.append(x)
-                continue
-            residual = np.maximum(p - q, np.float32(0))
-            residual[x] = 0  # p(x) < q(x): rounding may say otherwise
-            tokens.append(draw(residual if residual.any() else p, float(uniforms[r, -1])))
-            break
-        committed.append(tokens)
-    return _pack(committed, draft_tokens.shape[1])
+                return []
+            if not uniforms[r, k] * q[x] < p[x]:
+                residual = np.maximum(p - q, np.float32(0))
+                residual[x] = 0  # p(x) < q(x): rounding may say otherwise
+                return [*accepted, draw(residual if residual.any() else p, last_uniform)]
+        raise AssertionError("a request has at least its anchor's row")
+
+    return _verified(request, offsets, draft_tokens)
 
 
 def verify_coupled(
@@ -155,24 +152,21 @@ def verify_coupled(
     positions: Ints,  # [B]: absolute position of the first drafted token
 ) -> Verified:
     """Keep drafts as long as they are the token the target itself draws with this seed at this position."""
-    committed = []
-    for r, (start, end) in enumerate(pairwise(offsets)):
-        own = (
-            sample_coupled(
+
+    def request(r: int, start: int, end: int) -> list[int]:
+        tokens: list[int] = []
+        for k, row in enumerate(target_logits[start:end]):
+            own = sample_coupled(
                 row, temperature[r], top_k[r], top_p[r], min_p[r], seeds[r], positions[r] + k
             )
-            for k, row in enumerate(target_logits[start:end])
-        )
-        tokens: list[int] = []
-        for k, token in enumerate(own):
-            if token == REFUSED:
-                tokens = []
+            if own == REFUSED:
+                return []
+            tokens.append(own)
+            if start + k < end - 1 and own != draft_tokens[r, k]:
                 break
-            tokens.append(token)
-            if k < end - start - 1 and token != draft_tokens[r, k]:
-                break
-        committed.append(tokens)
-    return _pack(committed, draft_tokens.shape[1])
+        return tokens
+
+    return _verified(request, offsets, draft_tokens)
 
 
 def sample_coupled(
@@ -196,8 +190,14 @@ def sample_coupled(
     return int(gumbel_scores(kept, int(seed), int(position)).argmax())
 
 
-def _pack(committed: Sequence[Sequence[int]], gamma: int) -> Verified:
-    tokens = np.full((len(committed), gamma + 1), REFUSED, np.int64)
-    for row, request in zip(tokens, committed, strict=True):
-        row[: len(request)] = request
-    return Verified(np.array([len(request) - 1 for request in committed], np.int64), tokens)
+def _verified(
+    request: Callable[[int, int, int], list[int]], offsets: Ints, draft_tokens: Ints
+) -> Verified:
+    """Run ``request(r, first row, row behind the last)`` for each request and pad; no token: refused."""
+    tokens = np.full((len(draft_tokens), draft_tokens.shape[1] + 1), REFUSED, np.int64)
+    accepted = np.empty(len(draft_tokens), np.int64)
+    for r, (start, end) in enumerate(pairwise(offsets)):
+        committed = request(r, int(start), int(end))
+        tokens[r, : len(committed)] = committed
+        accepted[r] = len(committed) - 1
+    return Verified(accepted, tokens)
