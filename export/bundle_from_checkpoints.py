@@ -3,7 +3,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -75,6 +75,9 @@ def export_bundle(
         raise ExportError(f"{output} exists already. Choose another folder, or pass --overwrite.")
     if target is not None:
         check_pair(draft, target)
+        if draft.config.num_target_layers == 0:  # some formats do not record it
+            layers = target.config.decoder.num_layers
+            draft = replace(draft, config=replace(draft.config, num_target_layers=layers))
     plan = _plan(draft, target, dtype)
     _check_disk(output, plan.sources)
     try:

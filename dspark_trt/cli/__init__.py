@@ -4,6 +4,7 @@
 import sys
 
 import typer
+from rich.markup import escape
 
 from dspark_trt.cli.output import err_console
 from dspark_trt.errors import DSparkError
@@ -42,7 +43,7 @@ def main() -> None:
     try:
         build_app()()
     except DSparkError as error:
-        err_console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        err_console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)

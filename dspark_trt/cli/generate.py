@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dspark_trt.runtime.request import Completion, Request, TokenKind
     from dspark_trt.runtime.text import TextCodec
 
-_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow"}
+STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow"}
 
 
 def command(
@@ -216,7 +216,7 @@ class _Writer:
     def write(self, token_ids: "Sequence[int]", kinds: "Sequence[TokenKind]") -> None:
         for token, kind in zip(token_ids, kinds, strict=True):
             text = self._stream.push([token]) if self._stream else f"{token} "
-            self._print(text, _STYLES[kind] if self._show else "")
+            self._print(text, STYLES[kind] if self._show else "")
 
     def end(self) -> None:
         self._print((self._stream.flush() if self._stream else "") + "\n", "")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends by name, behind one interface (`interface.py`)."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
-from dspark_trt.bundle import Bundle
+from dspark_trt.bundle import WEIGHTS, Bundle
 from dspark_trt.errors import BackendError
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
@@ -54,4 +55,19 @@ def open_backend(
             "onnxruntime's CPU provider has no bfloat16 kernels. "
             "Export the bundle again with --dtype float32 or float16."
         )
-    return Backend(name, bundle, options or BackendOptions())
+    options = options or BackendOptions()
+    if options.threads is None:
+        options = replace(options, threads=_threads_for(bundle))
+    return Backend(name, bundle, options)
+
+
+# Below this much weight a step is shorter than waking a second thread: measured on 2 cores, the tiny
+# example (11 MB) is 1.5 times faster on one thread, a 135 M target (540 MB) 1.7 times on two.
+_ONE_THREAD_BELOW_BYTES = 64_000_000
+
+
+def _threads_for(bundle: Bundle) -> int:
+    """Threads of one step; CPUs this process may use, fewer than the machine has inside a container."""
+    if bundle.files[WEIGHTS].size_bytes < _ONE_THREAD_BELOW_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

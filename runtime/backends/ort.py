@@ -6,7 +6,6 @@ and output at once, so `TensorScatter` writes in place. A tensor is bound again 
 shape changed.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,18 +52,13 @@ def open_session(path: Path, options: BackendOptions) -> Any:
             f"it has {', '.join(ort.get_available_providers())}"
         )
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = options.threads or usable_cpus()
+    settings.intra_op_num_threads = options.threads or 0  # 0: onnxruntime's own choice
     settings.log_severity_level = 2  # warnings: a copied cache must be seen
     try:
         return ort.InferenceSession(str(path), settings, providers=list(options.providers))
     except Exception as error:  # onnxruntime raises several unrelated types
         reason = str(error).strip().splitlines()[0]
         raise BackendError(f"onnxruntime cannot load {path.name}: {reason}") from error
-
-
-def usable_cpus() -> int:
-    """CPUs this process may run on: less than the machine has inside a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class OrtGraph:

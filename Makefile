@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in .venv, made on first use with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TESTS ?= tests
+
+.PHONY: demo test check format dev wheel-check bench clean
+
+demo: $(VENV)/run.stamp  ## export the shipped example and generate with and without speculation
+	$(BIN)/python examples/tiny/demo.py
+
+test: $(VENV)/dev.stamp  ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
+
+check: $(VENV)/dev.stamp  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+dev: $(VENV)/dev.stamp  ## virtual environment for development
+
+wheel-check: $(VENV)/dev.stamp  ## build the wheel, install it in a fresh environment, import everything
+	$(BIN)/python -m pytest -q tests/packaging -m slow
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/engine.py
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[cpu,export]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(PIP) -e '.[dev]'
+	# The Python layer of TensorRT 11, over the RTX library in tests; its own libraries need a GPU machine.
+	$(PIP) --no-deps tensorrt-cu13-bindings
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache

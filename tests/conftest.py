@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bundles of the trained fixtures, exported once per test run and shared by all workers."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from dspark_trt.bundle import Bundle, load_bundle
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(__file__).parent / "data"
+TINY_TARGET = ROOT / "examples" / "tiny" / "target"
+DRAFTERS = {
+    "dspark-vanilla": ROOT / "examples" / "tiny" / "drafter",
+    "dspark-rnn": DATA / "drafters" / "dspark-rnn",
+    "dflash": DATA / "drafters" / "dflash",
+}
+
+ExportBundle = Callable[..., Bundle]
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all pytest-xdist workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def fixture_bundle(shared_folder: Path) -> ExportBundle:
+    """`fixture_bundle("dspark-rnn", dtype="float16")`: the trained fixture with the tiny target."""
+
+    def export(name: str, *, dtype: str = "float32") -> Bundle:
+        from dspark_trt.checkpoint import read_draft, read_target
+        from dspark_trt.export.bundle_from_checkpoints import export_bundle
+
+        path = shared_folder / f"bundle-{name}-{dtype}"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                export_bundle(read_draft(DRAFTERS[name]), read_target(TINY_TARGET), path, dtype=dtype)
+        return load_bundle(path, verify_hashes=False)
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(fixture_bundle: ExportBundle) -> Bundle:
+    """The shipped example: `dspark-vanilla` with its target, float32."""
+    return fixture_bundle("dspark-vanilla")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine lacks; with DSPARK_REQUIRE_GPU=1 such a skip is a failure."""
+    missing = {
+        "gpu": None if _has_cuda() else "no CUDA device",
+        "trt": None if importlib.util.find_spec("tensorrt_rtx") else "tensorrt-rtx is not installed",
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                if os.environ.get("DSPARK_REQUIRE_GPU") == "1":
+                    item.add_marker(pytest.mark.usefixtures("required_hardware"))
+                else:
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def required_hardware() -> None:
+    pytest.fail("DSPARK_REQUIRE_GPU=1, but this machine lacks what the test needs")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
