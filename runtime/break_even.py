@@ -30,7 +30,9 @@ def plain_rounds_spent(
     verified = np.asarray(lengths, dtype=np.float64)
     took_part = np.asarray(drafted, dtype=np.float64)
     requests, tokens = verified.size, int(verified.sum())
-    step = table.seconds(requests, requests + tokens, context_tokens=context_tokens)
+    step = table.seconds(
+        requests, requests + tokens, requests=requests, context_tokens=context_tokens
+    )
     seconds = took_part * table.draft_cost(int(took_part.sum())) / max(took_part.sum(), 1.0)
     seconds += verified * (step[-1] - step[0]) / max(tokens, 1)
     return np.asarray(seconds * requests / step[0])
@@ -47,7 +49,9 @@ def fixed_length_speed(
     survival = np.cumprod(np.asarray(conditional, dtype=np.float64))
     gamma = survival.size
     tokens = requests * np.concatenate([[1.0], 1.0 + np.cumsum(survival)])
-    seconds = table.seconds(requests, requests * (gamma + 1), context_tokens=context_tokens)
+    seconds = table.seconds(
+        requests, requests * (gamma + 1), requests=requests, context_tokens=context_tokens
+    )
     seconds = seconds[::requests].copy()
     seconds[1:] += table.draft_cost(requests)
     return np.asarray(tokens / seconds)

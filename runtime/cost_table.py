@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine's cost curve: how many target steps a second it runs when B tokens go through at once.
 
-SPS(B) of the paper (section 3.2.2). A round's cost is ``1 / SPS(B) + draft(R)``: what the target
-step over B = Σ(1 + ℓ_r) tokens takes, plus, if it was measured apart, what drafting R requests
-adds. Without a separate draft curve ``steps_per_second`` has to describe the whole round.
+SPS(B) of the paper (section 3.2.2). A round costs ``1 / SPS(B)`` for the target step over
+B = Σ(1 + ℓ_r) tokens, plus what was measured apart: drafting for R requests, and reading the context
+rows of R requests. What was not measured apart has to be inside ``steps_per_second``.
 
 Legend: n measured token counts, c context buckets, m measured request counts, R requests,
 B tokens of one target step.
@@ -46,6 +46,7 @@ class CostTable:
     context_tokens: tuple[int, ...]  # [c], or () with c = 1
     requests: NDArray[np.int64]  # [m]
     draft_seconds: Floats  # [m]
+    context_seconds: float
     padded: bool
     origin: Mapping[str, str]  # machine, backend, versions, bundle hash
     _curves: Floats = field(repr=False)  # [c, tokens[-1] + 1] seconds
@@ -61,6 +62,7 @@ class CostTable:
         ] = (),  # [c] upper edges of the buckets of mean context length
         requests: ArrayLike = (),  # [m] positive, strictly increasing
         draft_seconds: ArrayLike = (),  # [m] what drafting so many requests adds to a step
+        context_seconds: float = 0.0,  # for each context row that attention reads
         padded: bool = True,
         origin: Mapping[str, str] | None = None,
     ) -> None:
@@ -84,6 +86,8 @@ class CostTable:
                 f"draft_seconds must hold one non-negative value for each of {drafting.size} "
                 f"request counts, got {added.tolist()}"
             )
+        if not 0 <= context_seconds < np.inf:
+            raise TableError(f"context_seconds must be at least 0, got {context_seconds}")
         bucketed = edges or len(rates) > 1
         if (bucketed and len(edges) != len(rates)) or list(edges) != sorted(set(edges)):
             raise TableError(
@@ -98,6 +102,7 @@ class CostTable:
             "context_tokens": edges,
             "requests": drafting,
             "draft_seconds": added,
+            "context_seconds": float(context_seconds),
             "padded": padded,
             "origin": dict(origin or {}),
             "_curves": _read_only(curves),
@@ -111,12 +116,18 @@ class CostTable:
         return int(self.tokens[-1])
 
     def seconds(
-        self, first: int, last: int, *, requests: int = 0, context_tokens: float | None = None
+        self,
+        first: int,
+        last: int,
+        *,
+        requests: int = 0,
+        drafting: int = 0,
+        context_tokens: float | None = None,
     ) -> Floats:
         """Seconds of a round over B = first..last tokens, [last - first + 1].
 
-        ``requests`` > 0 adds the cost of drafting for that many; ``context_tokens`` is the mean
-        context length (None: the longest bucket, the careful choice).
+        ``requests`` whose context is read, ``drafting`` of them; ``context_tokens`` is their mean
+        context length (None: the longest bucket, and no context reads).
         """
         bucket = self._bucket(context_tokens)
         curve = self._curves[bucket]
@@ -124,14 +135,14 @@ class CostTable:
         if last >= curve.size:
             beyond = np.arange(max(first, curve.size), last + 1) - (curve.size - 1)
             known = np.concatenate([known, curve[-1] + self._slopes[bucket] * beyond])
-        draft = self.draft_cost(requests)
-        return np.asarray(known + draft)
+        reading = self.context_seconds * requests * (context_tokens or 0.0)
+        return np.asarray(known + (self.draft_cost(drafting) + reading))
 
-    def draft_cost(self, requests: int) -> float:
-        """Seconds that drafting ``requests`` requests adds to a step; 0 if not measured apart."""
-        if not requests or not self.requests.size:
+    def draft_cost(self, drafting: int) -> float:
+        """Seconds that drafting for so many requests adds to a step; 0 if not measured apart."""
+        if not drafting or not self.requests.size:
             return 0.0
-        return float(np.interp(requests, self.requests, self.draft_seconds))
+        return float(np.interp(drafting, self.requests, self.draft_seconds))
 
     def _bucket(self, context_tokens: float | None) -> int:
         if context_tokens is None or not self.context_tokens:
@@ -179,6 +190,7 @@ class CostTable:
             "context_tokens": list(self.context_tokens),
             "requests": self.requests.tolist(),
             "draft_seconds": self.draft_seconds.tolist(),
+            "context_seconds": self.context_seconds,
             "padded": self.padded,
             "origin": dict(self.origin),
         }
@@ -199,6 +211,7 @@ class CostTable:
                 context_tokens=tuple(data["context_tokens"]),
                 requests=data["requests"],
                 draft_seconds=data["draft_seconds"],
+                context_seconds=data["context_seconds"],
                 padded=bool(data["padded"]),
                 origin=data["origin"],
             )

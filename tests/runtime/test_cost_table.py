@@ -43,7 +43,14 @@ def test_context_buckets_and_draft_cost() -> None:
     assert table.seconds(1, 1, context_tokens=129)[0] == pytest.approx(0.125)
     assert table.seconds(1, 1, context_tokens=9999)[0] == pytest.approx(0.125)
     assert table.seconds(1, 1)[0] == pytest.approx(0.125)
-    assert table.seconds(2, 2, requests=2)[0] == pytest.approx(0.25 + 0.02)
+    assert table.seconds(2, 2, drafting=2)[0] == pytest.approx(0.25 + 0.02)
+
+
+def test_context_reads_grow_with_requests_and_context() -> None:
+    table = CostTable([1, 2], [10.0, 5.0], context_seconds=1e-5)
+    assert table.seconds(2, 2, requests=2, context_tokens=1000)[0] == pytest.approx(0.22)
+    with pytest.raises(TableError, match="context_seconds must be at least 0, got -1"):
+        CostTable([1], [1.0], context_seconds=-1)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +113,7 @@ def test_saved_tables_come_back_equal(tmp_path: Path) -> None:
         context_tokens=[128, 1024],
         requests=[1],
         draft_seconds=[0.01],
+        context_seconds=1e-6,
         padded=False,
         origin={"machine": "a"},
     )

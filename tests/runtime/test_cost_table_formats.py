@@ -41,8 +41,8 @@ def test_our_own_format(tmp_path: Path) -> None:
 def test_additive_spellings_keep_both_curves(tmp_path: Path, write: Any) -> None:
     table = _loaded(tmp_path / "sps.json", write(_TABLE))
     for requests in (1, 2, 4):
-        assert table.seconds(1, 32, requests=requests) == pytest.approx(
-            _TABLE.seconds(1, 32, requests=requests)
+        assert table.seconds(1, 32, drafting=requests) == pytest.approx(
+            _TABLE.seconds(1, 32, drafting=requests)
         )
 
 
@@ -62,7 +62,7 @@ def test_sglang_additive_example(tmp_path: Path) -> None:
             "m_probes": [1, 11], "theta_seconds": [0.0, 0.01],
         },
     )  # fmt: skip
-    assert table.seconds(6, 6, requests=2)[0] == pytest.approx(0.01 + 0.001 + 0.005)
+    assert table.seconds(6, 6, drafting=2)[0] == pytest.approx(0.01 + 0.001 + 0.005)
 
 
 def _cells(**change: Any) -> dict[str, Any]:
