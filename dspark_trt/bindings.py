@@ -52,7 +52,10 @@ def cache_bindings(decoder: DecoderConfig, dtype: str, prefix: str) -> tuple[Bin
 
 
 def _with_caches(
-    decoder: DecoderConfig, dtype: str, inputs: tuple[Binding, ...], outputs: tuple[Binding, ...]
+    decoder: DecoderConfig,
+    dtype: str,
+    inputs: tuple[Binding, ...],
+    outputs: tuple[Binding, ...],
 ) -> GraphBindings:
     return GraphBindings(
         inputs + cache_bindings(decoder, dtype, "past"),
@@ -117,7 +120,8 @@ def sequential_head_bindings(config: DraftConfig) -> GraphBindings:
     logits = Binding("logits", "float32", ("batch", decoder.vocab_size))
     next_state = Binding("next_state", "float32", ("batch", config.markov_rank))
     return GraphBindings(
-        (*inputs, state) if has_state else inputs, (logits, next_state) if has_state else (logits,)
+        (*inputs, state) if has_state else inputs,
+        (logits, next_state) if has_state else (logits,),
     )
 
 

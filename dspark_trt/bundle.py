@@ -84,7 +84,9 @@ class Bundle:
         """Short name of the exact graphs and weights, for engines and cost tables."""
         from hashlib import sha256
 
-        listing = json.dumps({name: record.sha256 for name, record in sorted(self.files.items())})
+        listing = json.dumps(
+            {name: record.sha256 for name, record in sorted(self.files.items())}
+        )
         return sha256(listing.encode()).hexdigest()[:16]
 
 
@@ -147,7 +149,9 @@ def _read_manifest(path: Path) -> Bundle:
             "Make one with: dspark-trt export --draft DRAFTER --target TARGET -o BUNDLE"
         ) from error
     except (OSError, ValueError) as error:
-        raise BundleError(f"{manifest} cannot be read: {error}. Export the bundle again.") from error
+        raise BundleError(
+            f"{manifest} cannot be read: {error}. Export the bundle again."
+        ) from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         raise BundleError(

@@ -117,7 +117,9 @@ class DraftConfig:
         if self.gamma < 1:
             raise ValueError(f"block of {self.block_slots} slots proposes no token")
         if (self.head_type is HeadType.NONE) != (self.markov_rank == 0):
-            raise ValueError(f"head {self.head_type} contradicts markov_rank {self.markov_rank}")
+            raise ValueError(
+                f"head {self.head_type} contradicts markov_rank {self.markov_rank}"
+            )
         if self.confidence is ConfidenceInput.HIDDEN_MARKOV and self.markov_rank == 0:
             raise ValueError("a confidence head with Markov features needs markov_rank > 0")
         if not 0 <= self.mask_token_id < self.decoder.vocab_size:

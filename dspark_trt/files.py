@@ -26,7 +26,9 @@ def write_json(path: Path, value: Any) -> None:
     """Write through a temporary name, so that a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -39,7 +41,9 @@ def new_directory(path: Path) -> Iterator[Path]:
     Also removed on KeyboardInterrupt; a killed process leaves only a hidden `.partial` folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    temporary = Path(
+        tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    )
     try:
         temporary.chmod(0o755)  # mkdtemp makes it private
         yield temporary

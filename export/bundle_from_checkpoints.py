@@ -72,7 +72,9 @@ def export_bundle(
     if dtype not in DTYPES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if output.exists() and not overwrite:
-        raise ExportError(f"{output} exists already. Choose another folder, or pass --overwrite.")
+        raise ExportError(
+            f"{output} exists already. Choose another folder, or pass --overwrite."
+        )
     if target is not None:
         check_pair(draft, target)
         if draft.config.num_target_layers == 0:  # some formats do not record it
@@ -88,7 +90,9 @@ def export_bundle(
             _copy_tokenizer(target, folder)
             on_progress(Progress("hash", "sha256", 0, 1))
             write_manifest(_describe(draft, target, dtype, folder))
-            if output.exists():  # only with overwrite: the old bundle goes when the new one is whole
+            if (
+                output.exists()
+            ):  # only with overwrite: the old bundle goes when the new one is whole
                 shutil.rmtree(output)
     except OSError as error:
         raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
@@ -98,7 +102,9 @@ def export_bundle(
 @dataclass(frozen=True, slots=True)
 class _Plan:
     graphs: tuple[Graph, ...]
-    sources: tuple[dict[str, ParameterSource], ...]  # per graph, by the module's parameter names
+    sources: tuple[
+        dict[str, ParameterSource], ...
+    ]  # per graph, by the module's parameter names
 
 
 def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -> _Plan:
@@ -183,7 +189,9 @@ def _describe(
         path=folder,
         dtype=dtype,
         draft=draft.config,
-        draft_source=Source(name=draft.path.name, format=draft.format, sha256=source_hash(draft)),
+        draft_source=Source(
+            name=draft.path.name, format=draft.format, sha256=source_hash(draft)
+        ),
         target=target and target.config,
         target_source=target
         and Source(

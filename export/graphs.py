@@ -60,7 +60,9 @@ class _SequentialHead(nn.Module):
         super().__init__()
         self.markov_head = drafter.markov_head
 
-    def forward(self, base_logits: Tensor, previous_ids: Tensor, *read: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, base_logits: Tensor, previous_ids: Tensor, *read: Tensor
+    ) -> tuple[Tensor, ...]:
         previous = self.markov_head.previous(previous_ids)
         hidden = read[0] if read else previous
         state = read[1] if len(read) > 1 else previous.new_zeros((previous.shape[0], 0))

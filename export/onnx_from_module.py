@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 import torch
-from torch import nn
 
 from dspark_trt.errors import ExportError
 from dspark_trt.export.graphs import Graph, example_inputs, symbolic_dims
@@ -47,7 +46,9 @@ def onnx_from_module(graph: Graph) -> ir.Model:
             raise ExportError(f"graph {graph.name} cannot be exported: {reason}") from error
         assert program is not None
         model = program.model
-        parameters = _hide_parameters(model, [name for name, _ in graph.module.named_parameters()])
+        parameters = _hide_parameters(
+            model, [name for name, _ in graph.module.named_parameters()]
+        )
         _optimise(model)
     _name_bindings(model, graph)
     _restore_parameters(model, parameters)
@@ -65,7 +66,9 @@ def _dynamic_shapes(graph: Graph) -> tuple[object, ...]:
     axes = []
     for binding in graph.bindings.inputs:
         named = symbolic_dims(binding)
-        axes.append({i: dims.setdefault(d, torch.export.Dim(d, min=1)) for i, d in named.items()})
+        axes.append(
+            {i: dims.setdefault(d, torch.export.Dim(d, min=1)) for i, d in named.items()}
+        )
     signature = inspect.signature(graph.module.forward).parameters.values()
     fixed = [p for p in signature if p.kind is not inspect.Parameter.VAR_POSITIONAL]
     rest = axes[len(fixed) :]
@@ -95,7 +98,7 @@ def _restore_parameters(model: ir.Model, parameters: list[ir.Value]) -> None:
         model.graph.initializers[value.name] = value
 
 
-def _unfilled(name: str | None):  # noqa: ANN202 - a closure that only raises
+def _unfilled(name: str | None):
     def raise_unfilled() -> ir.TensorProtocol:
         raise ExportError(f"weight {name} was never written")
 
@@ -136,13 +139,11 @@ def _rename_dims(model: ir.Model, renamed: Mapping[str, str]) -> None:
 
 def _renamed(shape: ir.Shape, renamed: Mapping[str, str]) -> ir.Shape:
     """Plain symbols take the contract's name; derived ones (`15*s16`) become unknown."""
-    return ir.Shape(
-        [d if isinstance(d, int) else renamed.get(str(d)) for d in shape]
-    )
+    return ir.Shape([d if isinstance(d, int) else renamed.get(str(d)) for d in shape])
 
 
 def _strip_traces(model: ir.Model) -> None:
-    """torch records Python stack traces, with the exporting machine's paths, in every node."""
+    """Torch records Python stack traces, with the exporting machine's paths, in every node."""
     for node in model.graph.all_nodes():
         node.metadata_props.clear()
         for value in node.outputs:

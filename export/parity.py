@@ -98,7 +98,9 @@ def _weights(
     found = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         source = stored.get(name)
-        if source is None and name == "lm_head.weight":  # tied: one initializer under either name
+        if (
+            source is None and name == "lm_head.weight"
+        ):  # tied: one initializer under either name
             source = stored.get("embed_tokens.weight")
         if source is None and name == "embed_tokens.weight":
             source = stored.get("lm_head.weight")
@@ -141,7 +143,9 @@ def _inputs(graph: Graph, random: np.random.Generator) -> Arrays:
 
 
 def _vocab(graph: Graph) -> int:
-    return next(p.shape[0] for n, p in graph.module.named_parameters() if "embed" in n or "_w1" in n)
+    return next(
+        p.shape[0] for n, p in graph.module.named_parameters() if "embed" in n or "_w1" in n
+    )
 
 
 def _run_module(graph: Graph, inputs: Arrays) -> Arrays:
@@ -157,7 +161,9 @@ def _run_graph(path: Path, inputs: Arrays) -> Arrays:
     from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
     from polygraphy.logger import G_LOGGER
 
-    onnxruntime.set_default_logger_severity(3)  # this runner copies caches, and is told so each time
+    onnxruntime.set_default_logger_severity(
+        3
+    )  # this runner copies caches, and is told so each time
     with (
         G_LOGGER.verbosity(G_LOGGER.CRITICAL),
         OnnxrtRunner(SessionFromOnnx(str(path), providers=["CPUExecutionProvider"])) as runner,
@@ -181,9 +187,9 @@ def _forget_after_divergence(reference: Arrays, outputs: Arrays, tolerance: floa
             outputs["tokens"][request, slot:] = reference["tokens"][request, slot:]
             outputs["logits"][request, slot + 1 :] = reference["logits"][request, slot + 1 :]
             if "confidence_logits" in outputs:
-                outputs["confidence_logits"][request, slot + 1 :] = reference["confidence_logits"][
-                    request, slot + 1 :
-                ]
+                outputs["confidence_logits"][request, slot + 1 :] = reference[
+                    "confidence_logits"
+                ][request, slot + 1 :]
 
 
 def _compare(
@@ -223,7 +229,9 @@ def _verify_inputs(bundle: Bundle, random: np.random.Generator, *, greedy: bool)
     offsets = np.concatenate([[0], np.cumsum(1 + lengths)]).astype(np.int64)
     target_logits = 2 * random.standard_normal((int(offsets[-1]), vocab), np.float32)
     noise = random.standard_normal((batch, gamma, vocab), np.float32)
-    draft_logits = np.stack([np.resize(target_logits[a:b], (gamma, vocab)) for a, b in _pairs(offsets)])
+    draft_logits = np.stack(
+        [np.resize(target_logits[a:b], (gamma, vocab)) for a, b in _pairs(offsets)]
+    )
     draft_logits += 0.3 * noise
     inputs: Arrays = {
         "target_logits": target_logits,

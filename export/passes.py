@@ -15,7 +15,11 @@ def fold_weight_transposes(model: ir.Model) -> int:
     folded = 0
     for node in list(model.graph):
         weight = node.inputs[0] if node.op_type == "Transpose" else None
-        if weight is None or not weight.is_initializer() or list(node.attributes["perm"].as_ints()) != [1, 0]:
+        if (
+            weight is None
+            or not weight.is_initializer()
+            or list(node.attributes["perm"].as_ints()) != [1, 0]
+        ):
             continue
         assert weight.name is not None
         assert weight.shape is not None
@@ -41,7 +45,11 @@ def drop_unused_outputs(model: ir.Model) -> int:
     dropped = 0
     for node in model.graph:
         used = len(node.outputs)
-        while used > 1 and not node.outputs[used - 1].uses() and not node.outputs[used - 1].is_graph_output():
+        while (
+            used > 1
+            and not node.outputs[used - 1].uses()
+            and not node.outputs[used - 1].is_graph_output()
+        ):
             used -= 1
         if used < len(node.outputs):
             dropped += len(node.outputs) - used

@@ -8,7 +8,6 @@ and written one at a time; the whole model is never in memory.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import BinaryIO
 
 import onnx_ir as ir
@@ -30,7 +29,9 @@ _IR_DTYPES = {
 class WeightFile:
     """Appends tensors to a file and hands out the graph tensors that point at them."""
 
-    def __init__(self, stream: BinaryIO, location: str, on_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self, stream: BinaryIO, location: str, on_bytes: Callable[[int], None]
+    ) -> None:
         self._stream, self._location, self._on_bytes = stream, location, on_bytes
         self._by_source: dict[tuple[object, ...], ir.TensorProtocol] = {}
         self._by_content: dict[str, tuple[int, int]] = {}
@@ -44,7 +45,9 @@ class WeightFile:
                 value.const_value = self._stored(name, source, transposed)
                 value.type = ir.TensorType(_IR_DTYPES[source.dtype])
 
-    def _stored(self, name: str, source: ParameterSource, transposed: bool) -> ir.TensorProtocol:
+    def _stored(
+        self, name: str, source: ParameterSource, transposed: bool
+    ) -> ir.TensorProtocol:
         key = (source, transposed)
         if key not in self._by_source:
             tensor = source.load()
@@ -56,7 +59,9 @@ class WeightFile:
         shape, dtype = ir.Shape(tensor.shape), _IR_DTYPES[tensor.dtype]
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         if raw.nbytes < INLINE_BYTES:
-            return ir.Tensor(raw.view(dtype.numpy()).reshape(tuple(tensor.shape)), dtype=dtype, name=name)
+            return ir.Tensor(
+                raw.view(dtype.numpy()).reshape(tuple(tensor.shape)), dtype=dtype, name=name
+            )
         digest = hashlib.sha256(raw).hexdigest()
         if digest not in self._by_content:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))

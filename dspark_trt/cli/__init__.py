@@ -43,7 +43,9 @@ def main() -> None:
     try:
         build_app()()
     except DSparkError as error:
-        err_console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        err_console.print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)

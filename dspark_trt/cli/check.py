@@ -45,7 +45,7 @@ def command(
 
 def _table(results: "list[OutputParity]") -> Table:
     """A row an output; the caches of a graph, dozens for a real model, share the row of the worst."""
-    rows: dict[tuple[str, str], "OutputParity"] = {}
+    rows: dict[tuple[str, str], OutputParity] = {}
     for result in results:
         key = (result.name, "caches" if result.output.startswith("present_") else result.output)
         if key not in rows or _badness(result) > _badness(rows[key]):

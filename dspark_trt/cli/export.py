@@ -35,7 +35,9 @@ def command(
     ] = "float32",
     gamma: Annotated[
         int | None,
-        typer.Option(help="Draft fewer tokens than the checkpoint's block.", show_default=False),
+        typer.Option(
+            help="Draft fewer tokens than the checkpoint's block.", show_default=False
+        ),
     ] = None,
     mask_token_id: Annotated[
         int | None,
@@ -64,7 +66,9 @@ def command(
     drafter = read_draft(
         draft,
         overrides=DraftOverrides(
-            slot_semantics=semantics[sample_from_anchor], mask_token_id=mask_token_id, gamma=gamma
+            slot_semantics=semantics[sample_from_anchor],
+            mask_token_id=mask_token_id,
+            gamma=gamma,
         ),
     )
     host = read_target(target) if target is not None else None

@@ -38,16 +38,22 @@ def command(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep this much probability mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best.")] = 0.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the best.")
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop_token_id: Annotated[
         list[int] | None, typer.Option(help="Instead of the model's stop tokens; repeatable.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at stop tokens.")] = False,
     no_speculation: Annotated[bool, typer.Option(help="Let the target decode alone.")] = False,
-    raw: Annotated[bool, typer.Option(help="Do not wrap prompts in the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option(help="Do not wrap prompts in the chat template.")
+    ] = False,
     max_batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 8,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all usable.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; default: all usable.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
     show: Annotated[
         bool, typer.Option(help="Colour tokens: drafted green, bonus cyan, corrected yellow.")
@@ -74,14 +80,17 @@ def command(
         ignore_eos=ignore_eos,
     )
     requests = [
-        Request(prompt_ids=ids, params=params, speculate=not no_speculation) for _, ids in prompts
+        Request(prompt_ids=ids, params=params, speculate=not no_speculation)
+        for _, ids in prompts
     ]
     options = BackendOptions(threads=threads)
     with Engine.load(loaded, backend=backend, options=options, max_batch=max_batch) as engine:
         started = time.perf_counter()
         if json:
             completions = engine.generate(requests)
-            print_json([_record(codec, *each) for each in zip(prompts, completions, strict=True)])
+            print_json(
+                [_record(codec, *each) for each in zip(prompts, completions, strict=True)]
+            )
             return
         completions = _print_answers(engine, codec, prompts, requests, show)
         _print_summary(completions, time.perf_counter() - started)
@@ -110,7 +119,9 @@ def _prompts(
         listed += _read_prompts(file)
     listed += [_parse_ids(text) for text in id_lists]
     if not listed:
-        raise RequestError("no prompt. Give --prompt TEXT, --prompts-file FILE or --prompt-ids 1,2,3.")
+        raise RequestError(
+            "no prompt. Give --prompt TEXT, --prompts-file FILE or --prompt-ids 1,2,3."
+        )
     return [
         (None, tuple(each)) if isinstance(each, list) else (each, _encode(codec, each, raw))
         for each in listed
@@ -154,7 +165,9 @@ def _read_line(file: Path, number: int, line: str) -> str | list[int]:
     ids = record.get("prompt_ids")
     if isinstance(ids, list) and all(isinstance(i, int) for i in ids):
         return ids
-    raise RequestError(f'{file}:{number} has neither "prompt" (text) nor "prompt_ids" (numbers)')
+    raise RequestError(
+        f'{file}:{number} has neither "prompt" (text) nor "prompt_ids" (numbers)'
+    )
 
 
 def _record(
@@ -230,7 +243,9 @@ def _print_summary(completions: "list[Completion]", seconds: float) -> None:
     lengths = [n for done in completions for n in done.stats.accepted_lengths]
     text = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s"
     if lengths:
-        text += f"; accepted length {sum(lengths) / len(lengths):.2f} over {len(lengths)} rounds"
+        text += (
+            f"; accepted length {sum(lengths) / len(lengths):.2f} over {len(lengths)} rounds"
+        )
     for done in completions:
         if done.error:
             err_console.print(f"[bold red]request {done.request_id} failed:[/] {done.error}")

@@ -59,13 +59,20 @@ class DraftAttention(nn.Module):
         return keys.transpose(1, 2).to(dtype), values.transpose(1, 2).to(dtype)
 
     def forward(
-        self, block: Tensor, context: Tensor, packing: Packing, key_cache: Tensor, value_cache: Tensor
+        self,
+        block: Tensor,
+        context: Tensor,
+        packing: Packing,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        queries = self.q_proj(block).unflatten(-1, (self.decoder.num_heads, self.decoder.head_dim))
+        heads = (self.decoder.num_heads, self.decoder.head_dim)
+        queries = self.q_proj(block).unflatten(-1, heads)
         if self.decoder.qk_norm:
             queries = self.q_norm(queries)
         queries = rotary(queries, *packing.block_rotation).transpose(1, 2)
-        rows = functional.embedding(packing.source, torch.cat((context, block), 1).flatten(0, 1))
+        candidates = torch.cat((context, block), 1).flatten(0, 1)
+        rows = functional.embedding(packing.source, candidates)
         keys, values = self.keys_values(rows, packing.row_rotation)
         key_cache = scatter_rows(key_cache, keys, packing.write_indices)
         value_cache = scatter_rows(value_cache, values, packing.write_indices)
@@ -84,7 +91,12 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(decoder)
 
     def forward(
-        self, hidden: Tensor, context: Tensor, packing: Packing, key_cache: Tensor, value_cache: Tensor
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        packing: Packing,
+        key_cache: Tensor,
+        value_cache: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mixed, key_cache, value_cache = self.self_attn(
             self.input_layernorm(hidden), context, packing, key_cache, value_cache
@@ -111,7 +123,9 @@ class Backbone(nn.Module):
         """Float32 even with 16-bit weights: taps beyond 2e4 are real and their products overflow."""
         return self.hidden_norm(functional.linear(taps, self.fc.weight.float()))
 
-    def append_context(self, taps: Tensor, context_len: Tensor, *caches: Tensor) -> list[Tensor]:
+    def append_context(
+        self, taps: Tensor, context_len: Tensor, *caches: Tensor
+    ) -> list[Tensor]:
         """Write rows `context_len .. context_len + N` of every layer's caches; rows past what the host
         counts as valid are overwritten by later steps.
         """
@@ -119,7 +133,9 @@ class Backbone(nn.Module):
         positions = context_len[:, None] + torch.arange(taps.shape[1], device=taps.device)
         rotation = self.rotary(positions)
         updated = []
-        for layer, key_cache, value_cache in zip(self.layers, caches[::2], caches[1::2], strict=True):
+        for layer, key_cache, value_cache in zip(
+            self.layers, caches[::2], caches[1::2], strict=True
+        ):
             keys, values = layer.self_attn.keys_values(rows, rotation)
             updated += [
                 scatter_rows(key_cache, keys, context_len),
@@ -131,7 +147,8 @@ class Backbone(nn.Module):
         slots = self.config.block_slots
         total = new_rows + slots
         index = torch.arange(total, device=new_len.device).expand(new_len.shape[0], -1)
-        shift = new_rows - new_len[:, None]  # distance from a packed block row to its source row
+        # Distance from a packed block row to its source row.
+        shift = new_rows - new_len[:, None]
         row = torch.where(index < new_len[:, None], index, (index + shift).clamp(max=total - 1))
         first = torch.arange(new_len.shape[0], device=new_len.device)[:, None] * total
         start = context_len + new_len  # the anchor's position
@@ -154,10 +171,16 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:  # float32 [B, γ, H], caches
         packing = self.pack(new_len, context_len, new_taps.shape[1])
         context = self.context_rows(new_taps)
-        masks = torch.full_like(packing.source[:, 1 : self.config.block_slots], self.config.mask_token_id)
+        masks = torch.full_like(
+            packing.source[:, 1 : self.config.block_slots], self.config.mask_token_id
+        )
         hidden = self.embed_tokens(torch.cat((anchor_ids[:, None], masks), 1)).float()
         updated = []
-        for layer, key_cache, value_cache in zip(self.layers, caches[::2], caches[1::2], strict=True):
-            hidden, key_cache, value_cache = layer(hidden, context, packing, key_cache, value_cache)
+        for layer, key_cache, value_cache in zip(
+            self.layers, caches[::2], caches[1::2], strict=True
+        ):
+            hidden, key_cache, value_cache = layer(
+                hidden, context, packing, key_cache, value_cache
+            )
             updated += [key_cache, value_cache]
         return self.norm(hidden)[:, -self.config.gamma :], updated

@@ -51,7 +51,11 @@ class Drafter(nn.Module):
         if self.config.confidence is not ConfidenceInput.NONE:
             features = torch.stack(previous, 1) if previous else hidden
             confidence = self.confidence_head(hidden, features)
-        return torch.stack(tokens, 1), torch.stack(logits, 1) if sequential else base, confidence
+        return (
+            torch.stack(tokens, 1),
+            torch.stack(logits, 1) if sequential else base,
+            confidence,
+        )
 
     def forward(
         self,

@@ -21,7 +21,8 @@ class SequentialHead(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.head_type = config.head_type
-        rank, vocab, hidden = config.markov_rank, config.decoder.vocab_size, config.decoder.hidden_size
+        vocab, hidden = config.decoder.vocab_size, config.decoder.hidden_size
+        rank = config.markov_rank
         self.state_size = rank if self.head_type is HeadType.RNN else 0
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = Projection(rank, vocab, bias=False)

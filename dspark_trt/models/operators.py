@@ -28,7 +28,9 @@ def _node(
     return node
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [.., D], [D] -> float32 [.., D]
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float
+) -> Tensor:  # [.., D], [D] -> float32 [.., D]
     """ONNX `RMSNormalization`, in float32 whatever the model's precision: squares of 4e2 overflow float16."""
     x, weight = x.float(), weight.float()
     if torch.compiler.is_exporting():
@@ -42,7 +44,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_exporting():
         flat = x.flatten(-2)
         attrs = {"num_heads": x.shape[-2]}
-        turned = _node("RotaryEmbedding", (flat, cos, sin), attrs, dtype=x.dtype, shape=flat.shape)
+        turned = _node(
+            "RotaryEmbedding", (flat, cos, sin), attrs, dtype=x.dtype, shape=flat.shape
+        )
         return turned.unflatten(-1, x.shape[-2:])
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x.chunk(2, dim=-1)
@@ -101,5 +105,7 @@ def sample_draft(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tenso
         )
     from dspark_trt.plugins.specification import sample_draft as specification
 
-    drawn = specification(logits.cpu().numpy(), temperature.cpu().numpy(), uniforms.cpu().numpy())
+    drawn = specification(
+        logits.cpu().numpy(), temperature.cpu().numpy(), uniforms.cpu().numpy()
+    )
     return torch.from_numpy(drawn).to(logits.device)

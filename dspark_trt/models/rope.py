@@ -46,6 +46,8 @@ class RotaryTable(torch.nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.frequencies: Tensor
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # int64 [B, N] -> [B, N, D/2]
+    def forward(
+        self, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:  # int64 [B, N] -> [B, N, D/2]
         angles = positions.float().unsqueeze(-1) * self.frequencies
         return angles.cos() * self.factor, angles.sin() * self.factor

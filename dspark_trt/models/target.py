@@ -23,7 +23,9 @@ class RaggedRows:
     cache rows up to `context_len + i`; padding rows write garbage past the valid end, seen by nobody.
     """
 
-    pad_index: Tensor  # int64 [B, L]: flattened row at each padded place (any row where there is none)
+    pad_index: (
+        Tensor  # int64 [B, L]: flattened row at each padded place (any row where there is none)
+    )
     unpad_index: Tensor  # int64 [T]: padded place of each flattened row
     context_len: Tensor  # int64 [B]
     rotation: tuple[Tensor, Tensor]  # float32 [1, T, D/2]
@@ -69,7 +71,9 @@ class TargetAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:  # [T, heads*D] -> [T, heads, D]
         return x.unflatten(-1, (-1, self.decoder.head_dim))
 
-    def _padded(self, x: Tensor, pad_index: Tensor) -> Tensor:  # [T, heads*D] -> [B, heads, L, D]
+    def _padded(
+        self, x: Tensor, pad_index: Tensor
+    ) -> Tensor:  # [T, heads*D] -> [B, heads, L, D]
         return self._heads(functional.embedding(pad_index, x)).transpose(1, 2)
 
 
@@ -116,7 +120,9 @@ class Target(nn.Module):
         *caches: Tensor,  # 2L x [B, Hkv, S, D]
     ) -> tuple[Tensor, ...]:
         """Logits float32 `[R, V]`, taps float32 `[T, m*H]`, caches."""
-        ragged = RaggedRows(pad_index, unpad_index, context_len, self.rotary(positions.unsqueeze(0)))
+        ragged = RaggedRows(
+            pad_index, unpad_index, context_len, self.rotary(positions.unsqueeze(0))
+        )
         hidden = self.embed_tokens(token_ids).float()
         taps = {-1: hidden}
         updated = []
