@@ -110,7 +110,7 @@ def sequential_head_bindings(config: DraftConfig) -> GraphBindings:
     decoder = config.decoder
     state = Binding("state", "float32", ("batch", config.markov_rank))
     has_state = config.head_type is HeadType.RNN
-    inputs = (
+    inputs: tuple[Binding, ...] = (
         Binding("base_logits", "float32", ("batch", decoder.vocab_size)),
         Binding("previous_ids", "int64", ("batch",)),
         Binding("hidden", "float32", ("batch", decoder.hidden_size)),

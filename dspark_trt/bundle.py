@@ -7,7 +7,7 @@ without a new export; they carry their own checks and are not listed.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Bundle:
 
 def write_manifest(bundle: Bundle) -> None:
     def source(value: Source | None) -> dict[str, str] | None:
-        return value and {"name": value.name, "format": value.format, "sha256": value.sha256}
+        return None if value is None else asdict(value)
 
     write_json(
         bundle.path / MANIFEST,

@@ -189,17 +189,17 @@ def _describe(
         path=folder,
         dtype=dtype,
         draft=draft.config,
-        draft_source=Source(
-            name=draft.path.name, format=draft.format, sha256=source_hash(draft)
-        ),
-        target=target and target.config,
-        target_source=target
-        and Source(
-            name=target.path.name, format=target.config.family.value, sha256=source_hash(target)
-        ),
+        draft_source=_source(draft, draft.format),
+        target=None if target is None else target.config,
+        target_source=None if target is None else _source(target, target.config.family.value),
         files=record_files(folder),
         tool_versions={"dspark-trt": __version__, **_tool_versions()},
     )
+
+
+def _source(checkpoint: DraftCheckpoint | TargetCheckpoint, format_name: str) -> Source:
+    digest = source_hash(checkpoint)
+    return Source(name=checkpoint.path.name, format=format_name, sha256=digest)
 
 
 def _tool_versions() -> dict[str, str]:

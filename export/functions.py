@@ -13,7 +13,7 @@ def add_dspark_functions(model: ir.Model) -> ir.Model:
 
     if any(node.domain == dspark.domain for node in model.graph):
         for proto in function_protos(SampleDraft):
-            function = ir.from_proto(proto)
+            function = ir.serde.deserialize_function(proto)
             model.functions[function.identifier()] = function
         model.opset_imports[dspark.domain] = dspark.version
     return model

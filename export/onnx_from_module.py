@@ -6,10 +6,11 @@ exporter must never look at a parameter's value, which is why parameters are gra
 optimiser runs.
 """
 
+import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx_ir as ir
 import torch
@@ -42,7 +43,7 @@ def onnx_from_module(graph: Graph) -> ir.Model:
                 verbose=False,
             )
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ExportError(f"graph {graph.name} cannot be exported: {reason}") from error
         assert program is not None
         model = program.model
@@ -88,21 +89,20 @@ def _hide_parameters(model: ir.Model, names: Iterable[str]) -> list[ir.Value]:
 
 def _restore_parameters(model: ir.Model, parameters: list[ir.Value]) -> None:
     """Back to initializers; their values come from `weights.py`."""
-    used = [value for value in parameters if value.uses()]
     for value in parameters:
         model.graph.inputs.remove(value)
-    for value in used:
-        value.const_value = ir.LazyTensor(
-            _unfilled(value.name), dtype=value.dtype, shape=value.shape, name=value.name
-        )
-        model.graph.initializers[value.name] = value
+        if value.uses():
+            value.const_value = _unfilled(value)
+            model.graph.initializers.add(value)
 
 
-def _unfilled(name: str | None):
-    def raise_unfilled() -> ir.TensorProtocol:
-        raise ExportError(f"weight {name} was never written")
+def _unfilled(value: ir.Value) -> ir.TensorProtocol:
+    def refuse() -> ir.TensorProtocol:
+        raise ExportError(f"weight {value.name} was never written")
 
-    return raise_unfilled
+    assert value.dtype is not None
+    assert value.shape is not None
+    return ir.LazyTensor(refuse, dtype=value.dtype, shape=value.shape, name=value.name)
 
 
 def _optimise(model: ir.Model) -> None:
@@ -154,17 +154,14 @@ def _strip_traces(model: ir.Model) -> None:
     model.graph.metadata_props.clear()
 
 
-class _quiet:  # noqa: N801 - used as a verb
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
     """Silence loggers that warn about missing torchvision and the like on every export."""
-
-    def __init__(self, *names: str) -> None:
-        self.loggers = [logging.getLogger(name) for name in names]
-
-    def __enter__(self) -> None:
-        self.levels = [logger.level for logger in self.loggers]
-        for logger in self.loggers:
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    try:
+        for logger in levels:
             logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self.loggers, self.levels, strict=True):
+        yield
+    finally:
+        for logger, level in levels.items():
             logger.setLevel(level)

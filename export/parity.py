@@ -118,7 +118,7 @@ _SIZES = {
 
 def _inputs(graph: Graph, random: np.random.Generator) -> Arrays:
     """Random tensors of the contract's shapes; integers within their meaning."""
-    ragged = {
+    ragged: Arrays = {
         # Requests of 4, 3 and 2 rows: flattened, padded to 4.
         "pad_index": np.array([[0, 1, 2, 3], [4, 5, 6, 0], [7, 8, 0, 0]], np.int64),
         "unpad_index": np.array([0, 1, 2, 3, 4, 5, 6, 8, 9], np.int64),

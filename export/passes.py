@@ -22,22 +22,28 @@ def fold_weight_transposes(model: ir.Model) -> int:
         ):
             continue
         assert weight.name is not None
-        assert weight.shape is not None
         name = weight.name + TRANSPOSED_SUFFIX
         if name not in model.graph.initializers:
-            source = weight.const_value
-            assert source is not None
-            shape = ir.Shape(reversed(weight.shape.dims))
-            tensor = ir.LazyTensor(source.numpy, dtype=source.dtype, shape=shape, name=name)
-            model.graph.initializers[name] = ir.Value(
-                name=name, shape=shape, type=weight.type, const_value=tensor
-            )
+            model.graph.initializers[name] = _transposed(weight, name)
         node.outputs[0].replace_all_uses_with(model.graph.initializers[name])
         model.graph.remove(node, safe=True)
         if not weight.uses():
             del model.graph.initializers[weight.name]
         folded += 1
     return folded
+
+
+def _transposed(weight: ir.Value, name: str) -> ir.Value:
+    """A new initializer; its value is read only when the model is written."""
+    source = weight.const_value
+    assert source is not None
+    shape = ir.Shape(source.shape.numpy()[::-1])
+
+    def transpose() -> ir.TensorProtocol:
+        return ir.Tensor(source.numpy().T, dtype=source.dtype, shape=shape, name=name)
+
+    tensor = ir.LazyTensor(transpose, dtype=source.dtype, shape=shape, name=name)
+    return ir.Value(name=name, shape=shape, type=weight.type, const_value=tensor)
 
 
 def drop_unused_outputs(model: ir.Model) -> int:

@@ -62,11 +62,11 @@ class WeightFile:
             return ir.Tensor(
                 raw.view(dtype.numpy()).reshape(tuple(tensor.shape)), dtype=dtype, name=name
             )
-        digest = hashlib.sha256(raw).hexdigest()
+        digest = hashlib.sha256(raw.data).hexdigest()
         if digest not in self._by_content:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))
             self._by_content[digest] = (self._stream.tell(), raw.nbytes)
-            self._stream.write(raw)
+            self._stream.write(raw.data)
         offset, length = self._by_content[digest]
         self._on_bytes(raw.nbytes)
         return ir.ExternalTensor(

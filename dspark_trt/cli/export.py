@@ -55,7 +55,8 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Export a drafter and its target to ONNX graphs in one folder, the bundle."""
-    from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
     from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
     from dspark_trt.config import SlotSemantics

@@ -6,6 +6,7 @@ Context rows are taps projected by `fc` and normalised once for all layers; they
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +137,8 @@ class Backbone(nn.Module):
         for layer, key_cache, value_cache in zip(
             self.layers, caches[::2], caches[1::2], strict=True
         ):
-            keys, values = layer.self_attn.keys_values(rows, rotation)
+            attention = cast("DraftAttention", layer.self_attn)
+            keys, values = attention.keys_values(rows, rotation)
             updated += [
                 scatter_rows(key_cache, keys, context_len),
                 scatter_rows(value_cache, values, context_len),

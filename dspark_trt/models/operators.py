@@ -5,7 +5,7 @@ Everything else in the modules is plain torch that the exporter translates. Cach
 in eager mode and functionally while exporting, where the runtime aliases `TensorScatter` instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import SymInt, Tensor
@@ -17,13 +17,13 @@ _OPSET = 24
 def _node(
     op_type: str,
     inputs: Sequence[Tensor | None],
-    attrs: dict[str, int | float],
+    attrs: Mapping[str, int | float],
     *,
     dtype: torch.dtype,
     shape: Sequence[int | SymInt],
 ) -> Tensor:
     node: Tensor = torch.onnx.ops.symbolic(
-        op_type, inputs, attrs, dtype=dtype, shape=shape, version=_OPSET
+        op_type, inputs, dict(attrs), dtype=dtype, shape=shape, version=_OPSET
     )
     return node
 
