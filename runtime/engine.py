@@ -216,9 +216,12 @@ class Engine:
             sequence = self._waiting.popleft()
             self._table.assign(len(self._active), sequence.request.params)
             self._active.append(sequence)
+            self._draw_uniforms(len(self._active) - 1)  # for the token behind the prompt
         if not self._active:
             return
-        self._draw_uniforms()
+        for row, sequence in enumerate(self._active):
+            if not sequence.is_prefilling:
+                self._draw_uniforms(row)
         drafted = self._draft()
         lengths = self._plan(drafted)
         rows = self._rows(drafted, lengths)
@@ -226,15 +229,14 @@ class Engine:
         verified = self._verify(drafted, lengths, target)
         self._commit(_Round(rows, lengths, target, verified))
 
-    def _draw_uniforms(self) -> None:
-        """Each request draws from its own generator, the same count every round: its tokens do not
-        depend on its company.
+    def _draw_uniforms(self, row: int) -> None:
+        """One round's randomness, from the request's own generator and always as much: its tokens do not
+        depend on its company, nor on how its prompt was chunked.
         """
-        table = self._table
-        for row, sequence in enumerate(self._active):
-            if table.temperature[row] > 0:
-                table.draft_uniforms[row] = sequence.random.random(self.gamma, np.float32)
-                table.verify_uniforms[row] = sequence.random.random(self.gamma + 1, np.float32)
+        table, random = self._table, self._active[row].random
+        if table.temperature[row] > 0:
+            table.draft_uniforms[row] = random.random(self.gamma, np.float32)
+            table.verify_uniforms[row] = random.random(self.gamma + 1, np.float32)
 
     def _drafts(self, sequence: Sequence) -> bool:
         return sequence.request.speculate and not sequence.is_prefilling

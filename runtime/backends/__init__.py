@@ -61,8 +61,7 @@ def open_backend(
     return Backend(name, bundle, options)
 
 
-# Below this much weight a step is shorter than waking a second thread: measured on 2 cores, the tiny
-# example (11 MB) is 1.5 times faster on one thread, a 135 M target (540 MB) 1.7 times on two.
+# Below this much weight a product is over before a second thread has woken up.
 _ONE_THREAD_BELOW_BYTES = 64_000_000
 
 
