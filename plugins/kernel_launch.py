@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of torch tensors with the Triton kernels, in buffers that are allocated once.
+
+A call launches kernels on the current stream and does nothing else: no allocation, no synchronisation, no
+length read by the host, so it may be captured in a CUDA graph. Results stay valid until the next call.
+"""
+
+import torch
+
+from dspark_trt.errors import CapacityError, RequestError
+from dspark_trt.plugins.contract import VerifyMode, verify_bindings
+from dspark_trt.plugins.kernel_plan import COMPILE_OPTIONS, verify_plan
+
+Tensor = torch.Tensor
+
+LOGITS = ("target_logits", "draft_logits")
+LOGIT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Verifier:
+    """Kernels and buffers of one mode for up to ``max_batch`` requests."""
+
+    def __init__(
+        self,
+        mode: VerifyMode,
+        *,
+        gamma: int,
+        vocab_size: int,
+        max_batch: int,
+        device: torch.device,
+    ) -> None:
+        self.max_batch = max_batch
+        self._bindings = verify_bindings(mode, gamma=gamma, vocab_size=vocab_size).inputs
+        self._plan = verify_plan(mode, gamma=gamma, vocab_size=vocab_size)
+        self._buffers = {
+            name: torch.empty(
+                (max_batch, *buffer.shape), dtype=getattr(torch, buffer.dtype), device=device
+            )
+            for name, buffer in self._plan.buffers.items()
+        }
+
+    def __call__(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Accepted int64 [B] and tokens int64 [B, K+1] for the inputs of `contract.verify_bindings`.
+
+        Logits may be float16, bfloat16 or float32. Raises `CapacityError` for more requests than there is
+        room for and `RequestError` for a tensor the kernels would misread.
+        """
+        batch = self._checked_batch(inputs)
+        tensors = inputs | self._buffers
+        for step in self._plan.steps:
+            arguments = [tensors[name] for name in (*step.inputs, *step.outputs)]
+            step.kernel[batch, *step.grid](
+                *arguments, **step.constants, num_warps=step.warps, **COMPILE_OPTIONS
+            )
+        return self._buffers["accepted"][:batch], self._buffers["tokens"][:batch]
+
+    def _checked_batch(self, inputs: dict[str, Tensor]) -> int:
+        names = [binding.name for binding in self._bindings]
+        if sorted(inputs) != sorted(names):
+            raise RequestError(
+                f"verification takes {', '.join(names)}; got {', '.join(inputs)}"
+            )
+        batch = len(inputs["draft_tokens"])
+        if batch > self.max_batch:
+            raise CapacityError(f"{batch} requests, but there is room for {self.max_batch}")
+        sizes = {"batch": batch, "offsets": batch + 1, "rows": len(inputs["target_logits"])}
+        device = self._buffers["tokens"].device
+        for binding in self._bindings:
+            tensor = inputs[binding.name]
+            shape = tuple(sizes.get(dim, dim) for dim in binding.shape)
+            types = LOGIT_TYPES if binding.name in LOGITS else (getattr(torch, binding.dtype),)
+            if (
+                tuple(tensor.shape) != shape
+                or tensor.dtype not in types
+                or tensor.device != device
+                or not tensor.is_contiguous()
+            ):
+                raise RequestError(
+                    f"{binding.name} is {tensor.dtype} {tuple(tensor.shape)} with strides "
+                    f"{tensor.stride()} on {tensor.device}; the kernels read contiguous "
+                    f"{' or '.join(map(str, types))} {shape} on {device}"
+                )
+        return batch
