@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspark_trt.cli.output import err_console, print_json
+from dspark_trt.cli.output import console, err_console, print_json
 
 if TYPE_CHECKING:
     from dspark_trt.export.bundle_from_checkpoints import Progress
@@ -101,7 +101,7 @@ def command(
             }
         )
         return
-    err_console.print(
+    console.print(
         f"{bundle.path}: {len(bundle.graph_names)} graphs, {size / 1e6:.1f} MB, γ = {bundle.draft.gamma}, "
         f"{bundle.dtype}, {seconds:.1f} s",
         highlight=False,
