@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafter modules against float64 NumPy derived from the paper's equations, and what attention sees."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
+from dspark_trt.config import DraftConfig, SlotSemantics
+from dspark_trt.errors import CheckpointError
+from dspark_trt.models.drafter import Drafter
+from dspark_trt.models.loading import draft_tensors, load_drafter
+from tests.checkpoints import (
+    Dims,
+    Weights,
+    draft_weights,
+    edit_tensors,
+    write_draft,
+    write_target,
+)
+from tests.export.toys import empty_caches
+
+Doubles = NDArray[np.float64]
+HEADS = ("none", "vanilla", "gated", "rnn")
+CONFIDENCES = ("none", "hidden", "hidden+markov")
+SIZES = Dims(layers=2, gamma=4, rank=8)
+CONTEXT = (0, 3, 11)  # committed rows of each request before this step
+NEW = (5, 0, 2)  # of them, rows that arrive with the step
+
+
+def sigmoid(x: Doubles) -> Doubles:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def rms(x: Doubles, weight: Doubles) -> Doubles:
+    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight)
+
+
+def turn(x: Doubles, positions: NDArray[np.int64]) -> Doubles:
+    """Rotary embedding of `[N, heads, D]`, pairs (i, i + D/2), theta 1e4."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] * 10000.0 ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+    )
+
+
+class Reference:
+    """One request, no cache: FORMATS' equations over DeepSpec's tensor names."""
+
+    def __init__(self, weights: dict[str, Doubles], sizes: Dims, slots: int) -> None:
+        self.w, self.sizes, self.slots = weights, sizes, slots
+
+    def linear(self, name: str, x: Doubles) -> Doubles:
+        bias = self.w.get(f"{name}.bias", np.zeros(1))
+        return np.asarray(x @ self.w[f"{name}.weight"].T + bias)
+
+    def hidden(self, taps: Doubles, anchor: int) -> Doubles:  # [N, m*H] -> [slots, H]
+        """Final hidden states of all block slots; taps are rows 0..N-1, the anchor sits at N."""
+        w, embed = self.w, self.w["embed_tokens.weight"]
+        context = rms(taps @ w["fc.weight"].T, w["hidden_norm.weight"])
+        x = embed[[anchor] + [self.sizes.mask] * (self.slots - 1)]
+        positions = np.arange(len(taps) + self.slots)
+        for layer in range(self.sizes.layers):
+            p = f"layers.{layer}."
+            block = rms(x, w[p + "input_layernorm.weight"])
+            x = x + self.attention(p + "self_attn.", context, block, positions)
+            y = rms(x, w[p + "post_attention_layernorm.weight"])
+            gate, up = self.linear(p + "mlp.gate_proj", y), self.linear(p + "mlp.up_proj", y)
+            x = x + self.linear(p + "mlp.down_proj", gate * sigmoid(gate) * up)
+        return rms(x, w["norm.weight"])
+
+    def attention(
+        self, p: str, context: Doubles, block: Doubles, positions: NDArray[np.int64]
+    ) -> Doubles:
+        split = (-1, self.sizes.head_dim)
+        rows = np.concatenate([context, block])
+        q = rms(
+            self.linear(p + "q_proj", block).reshape(len(block), *split),
+            self.w[p + "q_norm.weight"],
+        )
+        k = rms(
+            self.linear(p + "k_proj", rows).reshape(len(rows), *split),
+            self.w[p + "k_norm.weight"],
+        )
+        v = self.linear(p + "v_proj", rows).reshape(len(rows), *split)
+        q, k = turn(q, positions[len(context) :]), turn(k, positions)
+        group = self.sizes.heads // self.sizes.kv_heads
+        k, v = k.repeat(group, 1), v.repeat(group, 1)
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(self.sizes.head_dim)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", weights, v)
+        return self.linear(p + "o_proj", mixed.reshape(len(block), -1))
+
+    def draft(
+        self, hidden: Doubles, anchor: int, head: str, confidence: str
+    ) -> tuple[list[int], Doubles, Doubles | None]:
+        """Greedy tokens, logits `[γ, V]`, confidence logits `[γ]`."""
+        w = self.w
+        previous, state = anchor, np.zeros(self.sizes.rank)
+        tokens, logits, scores = [], [], []
+        for h in hidden:
+            step = h @ w["lm_head.weight"].T
+            e = w["markov_head.markov_w1.weight"][previous] if head != "none" else np.zeros(0)
+            if confidence != "none":
+                features = np.concatenate([h, e]) if confidence == "hidden+markov" else h
+                scores.append(self.linear("confidence_head.proj", features)[0])
+            if head == "vanilla":
+                step = step + w["markov_head.markov_w2.weight"] @ e
+            elif head == "gated":
+                gate = sigmoid(self.linear("markov_head.gate_proj", np.concatenate([h, e])))
+                step = step + w["markov_head.markov_w2.weight"] @ (gate * e)
+            elif head == "rnn":
+                z = self.linear("markov_head.joint_proj", np.concatenate([state, e, h]))
+                keep, candidate, output = np.split(z, 3)
+                state = sigmoid(keep) * state + (1 - sigmoid(keep)) * np.tanh(candidate)
+                step = step + w["markov_head.markov_w2.weight"] @ np.tanh(output)
+            previous = int(step.argmax())
+            tokens.append(previous)
+            logits.append(step)
+        return tokens, np.stack(logits), np.array(scores) if scores else None
+
+
+def doubles(head: str, confidence: str, sizes: Dims = SIZES) -> dict[str, Doubles]:
+    weights = draft_weights(sizes, head=head, confidence=confidence)
+    return {name: tensor.double().numpy() for name, tensor in weights.items()}
+
+
+def all_taps(seed: int = 5) -> list[NDArray[np.float32]]:
+    random = np.random.default_rng(seed)
+    width = len(SIZES.target_layer_ids) * SIZES.target_hidden
+    return [
+        random.standard_normal((c + n, width), np.float32)
+        for c, n in zip(CONTEXT, NEW, strict=True)
+    ]
+
+
+ANCHORS = (17, 200, 5)
+
+
+def prepared(
+    module: Drafter, taps: list[NDArray[np.float32]], garbage: float = 50.0
+) -> list[Tensor]:
+    """Inputs of one step after earlier rows were appended; everything that is not valid is garbage."""
+    caches = empty_caches(module.config.decoder, len(taps))
+    for cache in caches:
+        cache.fill_(garbage)
+    for request, rows in enumerate(taps):
+        old = torch.from_numpy(rows[: CONTEXT[request]])[None]
+        if old.shape[1]:
+            own = [cache[request : request + 1] for cache in caches]
+            module.backbone.append_context(old, torch.zeros(1, dtype=torch.int64), *own)
+    gamma = module.config.gamma
+    new_taps = torch.full((len(taps), gamma + 1, module.config.tap_size), garbage)
+    for request, rows in enumerate(taps):
+        new_taps[request, : NEW[request]] = torch.from_numpy(rows[CONTEXT[request] :])
+    return [
+        torch.tensor(ANCHORS), new_taps, torch.tensor(NEW), torch.tensor(CONTEXT),
+        torch.zeros(len(taps)), torch.zeros(len(taps), gamma), *caches,
+    ]  # fmt: skip
+
+
+def loaded(path: Path, **how: Any) -> Drafter:
+    sizes = {"layers": SIZES.layers, "gamma": SIZES.gamma, "rank": SIZES.rank}
+    return load_drafter(read_draft(write_draft(path, **(sizes | how))))
+
+
+@torch.inference_mode()
+def step(module: Drafter, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    copies = [x.clone() for x in inputs]
+    return tuple(module(*copies)[: 3 if hasattr(module, "confidence_head") else 2])
+
+
+@pytest.mark.parametrize("confidence", CONFIDENCES)
+@pytest.mark.parametrize("head", HEADS)
+def test_draft_step_equals_float64(tmp_path: Path, head: str, confidence: str) -> None:
+    if head == "none" and confidence == "hidden+markov":
+        with pytest.raises(CheckpointError, match="markov_rank"):
+            loaded(tmp_path / "draft", head=head, confidence=confidence)
+        return
+    module = loaded(tmp_path / "draft", head=head, confidence=confidence)
+    reference = Reference(doubles(head, confidence), SIZES, slots=4)
+    taps = all_taps()
+    tokens, logits, *scores = step(module, prepared(module, taps))
+    assert len(scores) == (confidence != "none")
+    for request, (rows, anchor) in enumerate(zip(taps, ANCHORS, strict=True)):
+        hidden = reference.hidden(rows.astype(np.float64), anchor)
+        drafted, expected, confident = reference.draft(hidden, anchor, head, confidence)
+        assert tokens[request].tolist() == drafted
+        np.testing.assert_allclose(logits[request], expected, atol=2e-5)
+        if confident is not None:
+            np.testing.assert_allclose(scores[0][request], confident, atol=2e-5)
+
+
+def test_attention_biases_are_used(tmp_path: Path) -> None:
+    biased = write_draft(
+        tmp_path / "draft", layers=2, gamma=4, rank=8, config={"attention_bias": True}
+    )
+    added: dict[str, Tensor] = {}
+
+    def add(weights: Weights) -> None:
+        for name in [n for n in weights if "self_attn" in n and n.endswith("_proj.weight")]:
+            rows = weights[name].shape[0]
+            added[name.replace("weight", "bias")] = torch.linspace(-1, 1, rows)
+        weights |= added
+
+    edit_tensors(biased, add)
+    module = load_drafter(read_draft(biased))
+    weights = doubles("vanilla", "hidden+markov") | {
+        n: b.double().numpy() for n, b in added.items()
+    }
+    reference = Reference(weights, SIZES, slots=4)
+    taps = all_taps()
+    _, logits, _ = step(module, prepared(module, taps))
+    for request, (rows, anchor) in enumerate(zip(taps, ANCHORS, strict=True)):
+        hidden = reference.hidden(rows.astype(np.float64), anchor)
+        _, expected, _ = reference.draft(hidden, anchor, "vanilla", "hidden+markov")
+        np.testing.assert_allclose(logits[request], expected, atol=2e-5)
+
+
+def test_in_place_block_has_one_slot_more_and_discards_the_first(tmp_path: Path) -> None:
+    """5 slots, 4 tokens: slot j predicts position anchor + j (sgl-project/sglang#30261)."""
+    module = loaded(tmp_path / "draft", layout="speculators", in_place=True)
+    assert (module.config.block_slots, module.config.gamma) == (5, 4)
+    reference = Reference(doubles("vanilla", "hidden+markov"), SIZES, slots=5)
+    taps = all_taps()
+    tokens, logits, _ = step(module, prepared(module, taps))
+    for request, (rows, anchor) in enumerate(zip(taps, ANCHORS, strict=True)):
+        hidden = reference.hidden(rows.astype(np.float64), anchor)[1:]
+        drafted, expected, _ = reference.draft(hidden, anchor, "vanilla", "hidden+markov")
+        assert tokens[request].tolist() == drafted
+        np.testing.assert_allclose(logits[request], expected, atol=2e-5)
+
+
+def test_fewer_tokens_than_trained_is_a_shorter_block(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", layers=2, gamma=4, rank=8)
+    module = load_drafter(read_draft(path, overrides=DraftOverrides(gamma=2)))
+    reference = Reference(doubles("vanilla", "hidden+markov"), SIZES, slots=2)
+    taps = all_taps()[0][:2]
+    hidden = reference.hidden(taps.astype(np.float64), 17)
+    drafted, expected, _ = reference.draft(hidden, 17, "vanilla", "hidden+markov")
+    new_taps = torch.zeros(1, 3, module.config.tap_size)
+    new_taps[0, :2] = torch.from_numpy(taps)
+    one, two, zero = torch.tensor([17]), torch.tensor([2]), torch.tensor([0])
+    caches = empty_caches(module.config.decoder, 1)
+    tokens, logits, _ = step(
+        module, [one, new_taps, two, zero, torch.zeros(1), torch.zeros(1, 2), *caches]
+    )
+    assert tokens[0].tolist() == drafted
+    np.testing.assert_allclose(logits[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["specforge", "zlab-dflash"])
+def test_borrowed_embedding_and_head_come_from_the_target(tmp_path: Path, layout: str) -> None:
+    target = read_target(write_target(tmp_path / "target"))  # tied: the head is the embedding
+    draft = read_draft(write_draft(tmp_path / "draft", layout=layout))
+    module = load_drafter(draft, target)
+    embedding = target.tensors["embed_tokens.weight"].load()
+    assert torch.equal(module.backbone.embed_tokens.weight, embedding)
+    assert torch.equal(module.lm_head.weight, embedding)
+    with pytest.raises(
+        CheckpointError, match=r"borrows them from its target. Give it with --target"
+    ):
+        draft_tensors(draft, None)
+
+
+def _mask_embedding(module: Drafter, _: list[Tensor]) -> None:
+    module.backbone.embed_tokens.weight[SIZES.mask] += 1
+
+
+def _anchor(_: Drafter, inputs: list[Tensor]) -> None:
+    inputs[0][0] += 1
+
+
+def _new_row(_: Drafter, inputs: list[Tensor]) -> None:
+    inputs[1][0, 4] += 1  # the last of request 0's five
+
+
+def _first_cached_value(_: Drafter, inputs: list[Tensor]) -> None:
+    inputs[7][2, :, 0] += 1  # request 2, layer 0
+
+
+@pytest.mark.parametrize(
+    ("request_row", "change"),
+    [(0, _mask_embedding), (0, _anchor), (0, _new_row), (2, _first_cached_value)],
+)
+def test_every_slot_sees_the_block_and_the_context(
+    tmp_path: Path, request_row: int, change: Callable[[Drafter, list[Tensor]], None]
+) -> None:
+    """A causal block shows as slot 0 blind to the masks (vllm-project/vllm#51009)."""
+    module = loaded(tmp_path / "draft", head="none", confidence="none")
+    inputs = prepared(module, all_taps())
+    with torch.inference_mode():
+        before = step(module, inputs)[1]
+        change(module, inputs)
+        after = step(module, inputs)[1]
+    moved = (after - before)[request_row].abs().amax(-1)
+    assert (moved > 1e-4).all(), moved
+
+
+@pytest.mark.parametrize("semantics", SlotSemantics)
+def test_nothing_beyond_the_valid_rows_is_seen(
+    tmp_path: Path, semantics: SlotSemantics
+) -> None:
+    """Rejected rows, padding of new taps and a slot's previous owner, however large."""
+    in_place = semantics is SlotSemantics.IN_PLACE
+    module = loaded(tmp_path / "draft", layout="speculators", in_place=in_place)
+    taps = all_taps()
+    small = step(module, prepared(module, taps, garbage=0.0))
+    large = step(module, prepared(module, taps, garbage=1e4))
+    for ours, theirs in zip(small, large, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_step_leaves_its_new_rows_in_the_cache(tmp_path: Path) -> None:
+    """After a step the context rows equal those of one append; block rows are never kept valid."""
+    module = loaded(tmp_path / "draft")
+    taps = all_taps()
+    inputs = prepared(module, taps)
+    with torch.inference_mode():
+        *_, key, value, _, _ = module(*inputs)
+    for request, rows in enumerate(taps):
+        fresh = empty_caches(module.config.decoder, 1)
+        start = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode():
+            module.backbone.append_context(torch.from_numpy(rows)[None], start, *fresh)
+        for ours, theirs in ((key, fresh[0]), (value, fresh[1])):
+            torch.testing.assert_close(
+                ours[request, :, : len(rows)], theirs[0, :, : len(rows)], atol=1e-5, rtol=1e-5
+            )
+
+
+def test_huge_taps_stay_finite_in_float16(tmp_path: Path) -> None:
+    """Taps beyond 2e4 are real; the norm behind `fc` makes their scale irrelevant."""
+    path = write_draft(tmp_path / "draft", layers=2, gamma=4, rank=8)
+    module = load_drafter(read_draft(path), dtype=torch.float16)
+    taps = torch.from_numpy(all_taps()[0])[None]
+    scale = 3e4 / float(taps.abs().max())
+    halves = [empty_caches(module.config.decoder, 1, dtype=torch.float16) for _ in range(2)]
+    start = torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        module.backbone.append_context(taps, start, *halves[0])
+        module.backbone.append_context(taps * scale, start, *halves[1])
+    for plain, scaled in zip(*halves, strict=True):
+        assert torch.isfinite(scaled).all()
+        torch.testing.assert_close(scaled, plain, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_tokens_are_drawn_from_the_returned_logits(tmp_path: Path, temperature: float) -> None:
+    """Draw and score from the same vector: frequencies follow softmax(logits / T)."""
+    rows = 6000
+    module = loaded(tmp_path / "draft", confidence="none", gamma=1)
+    hidden = torch.randn(1, 1, SIZES.hidden, generator=torch.Generator().manual_seed(1))
+    uniforms = torch.rand(rows, 1, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        tokens, logits, _ = module.draft(
+            torch.full((rows,), 17), hidden.expand(rows, 1, -1), torch.full((rows,), temperature), uniforms
+        )  # fmt: skip
+    p = torch.softmax(logits[0, 0].double() / temperature, -1)
+    frequency = torch.bincount(tokens[:, 0], minlength=SIZES.vocab) / rows
+    assert ((frequency - p).abs() < 5 * (p * (1 - p) / rows).sqrt() + 1e-3).all()
+
+
+def test_temperature_zero_takes_the_likeliest_whatever_the_uniforms(tmp_path: Path) -> None:
+    module = loaded(tmp_path / "draft", confidence="none")
+    inputs = prepared(module, all_taps())
+    inputs[5].fill_(0.999)
+    tokens, logits = step(module, inputs)
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_config_survives_json(tmp_path: Path) -> None:
+    for head in HEADS:
+        how: dict[str, Any] = {
+            "head": head,
+            "confidence": "hidden" if head == "none" else "hidden+markov",
+        }
+        config = read_draft(write_draft(tmp_path / head, **how)).config
+        assert DraftConfig.from_json(config.to_json()) == config
