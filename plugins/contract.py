@@ -21,6 +21,11 @@ class VerifyMode(StrEnum):
     GREEDY = "greedy"
 
 
+def top_logprobs(vocab_size: int) -> int:
+    """Alternatives a bundle's graph reports: 20, what the OpenAI API can ask for, or the whole vocabulary."""
+    return min(20, vocab_size)
+
+
 def verify_bindings(
     mode: VerifyMode,
     *,

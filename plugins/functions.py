@@ -71,12 +71,17 @@ def RowsOfRequests(offsets, draft_tokens):  # [B+1], [B, K] -> int64 [B, K+1], b
 
 
 @script(dspark, default_opset=op)
-def RequestOfRows(target_logits, offsets):  # [T, V], [B+1] -> int64 [T]
-    """The request each row belongs to; rows behind the last request count as its."""
-    rows = op.Range(0, op.Squeeze(op.Shape(target_logits, start=0, end=1)), 1)
+def RequestOf(rows, offsets):  # int64 [T], [B+1] -> int64 [T]
+    """The request each row index belongs to; rows behind the last request count as its."""
     later_starts = op.Unsqueeze(offsets[1:-1], [0])
     passed = op.Unsqueeze(rows, [1]) >= later_starts
     return op.ReduceSum(op.Cast(passed, to=INT64), [1], keepdims=0)
+
+
+@script(dspark, default_opset=op)
+def RequestOfRows(target_logits, offsets):  # [T, V], [B+1] -> int64 [T]
+    rows = op.Range(0, op.Squeeze(op.Shape(target_logits, start=0, end=1)), 1)
+    return RequestOf(rows, offsets)
 
 
 @script(dspark, default_opset=op)

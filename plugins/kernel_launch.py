@@ -67,7 +67,7 @@ class Verifier:
         device = self._buffers["tokens"].device
         for binding in self._bindings:
             tensor = inputs[binding.name]
-            shape = tuple(sizes.get(dim, dim) for dim in binding.shape)
+            shape = tuple(d if isinstance(d, int) else sizes[d] for d in binding.shape)
             types = LOGIT_TYPES if binding.name in LOGITS else (getattr(torch, binding.dtype),)
             if (
                 tuple(tensor.shape) != shape

@@ -113,8 +113,8 @@ def verify_nodes(
         ),
         functions=tuple(function_protos(*(function for function, _, _ in calls))),
         initializers=tuple(initializers),
-        inputs=tuple(_value_info(binding) for binding in bindings.inputs),
-        outputs=tuple(_value_info(binding) for binding in bindings.outputs),
+        inputs=tuple(value_info(binding) for binding in bindings.inputs),
+        outputs=tuple(value_info(binding) for binding in bindings.outputs),
     )
 
 
@@ -131,6 +131,10 @@ def function_protos(*functions: Any) -> list[onnx.FunctionProto]:
     return protos
 
 
-def _value_info(binding: Binding) -> onnx.ValueInfoProto:
+def value_info(binding: Binding) -> onnx.ValueInfoProto:
+    """A graph input or output as the contract describes it."""
     dtype = helper.np_dtype_to_tensor_dtype(np.dtype(binding.dtype))
-    return helper.make_tensor_value_info(binding.name, dtype, binding.shape)
+    info: onnx.ValueInfoProto = helper.make_tensor_value_info(
+        binding.name, dtype, binding.shape
+    )
+    return info
