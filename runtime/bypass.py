@@ -2,16 +2,18 @@
 """Stop drafting where it does not pay, and look again at growing intervals.
 
 The paper names drafts that are never accepted as its open limitation: shortening verification saves
-the target's time, the draft step is still paid. Here each request keeps the account of what drafting
-returned, in plain rounds (``break_even``): accepted drafts minus what they cost. Its estimate is
-drawn towards the mean of all requests, so that one unlucky start does not stop a good drafter and a
-useless drafter is not tried anew by every request. Decisions use earlier rounds only.
+the target's time, the draft step is still paid. Here each request keeps an account of what its drafted
+rounds gained, in plain rounds (``break_even``): accepted drafts minus what they cost. It stops when
+the mean gain is below zero by more than its standard error explains: drafts that are all rejected do not
+vary and are found out at once, a good drafter's unlucky rounds do and are waited out. There is one
+more account of all requests together. Where it says that drafting does not pay, all stop, and probe
+together: a draft step for one costs nearly what it costs for all. Decisions use earlier rounds only.
 
 Legend: R requests of a round, S slots.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,93 +21,134 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 
-class BypassState(NamedTuple):
-    """Accounts of every slot's request and of all requests together; updates return a new value."""
+class Account(NamedTuple):
+    """Drafted rounds; arrays over slots, or of shape [] for all requests. Sums are decayed."""
 
-    surplus: Floats  # [S] decayed Σ (accepted − spent) over rounds that drafted
-    rounds: Floats  # [S] decayed number of such rounds
-    wait: Floats  # [S] plain rounds until the next probe
-    failures: Floats  # [S] probes in a row that returned nothing; each doubles the next wait
-    all_surplus: float
-    all_rounds: float
+    rounds: Floats
+    gain: Floats  # Σ (accepted − spent)
+    squares: Floats  # Σ (accepted − spent)²
+    wait: Floats  # plain rounds until the next probe
+    backoff: Floats  # log2 of how much longer the next wait is; a probe adds what it failed to return
+
+    @classmethod
+    def unpacked(cls, columns: Floats) -> Self:  # [5, ...]
+        rounds, gain, squares, wait, backoff = columns
+        return cls(rounds, gain, squares, wait, backoff)
+
+
+class BypassState(NamedTuple):
+    """Accounts of every slot's request and of all requests; updates return a new value."""
+
+    own: Account  # [S]
+    shared: Account  # []
 
 
 @dataclass(frozen=True)
 class Bypass:
     """Who drafts this round.
 
-    A useless drafter costs about ``optimism · optimism_rounds`` plain rounds until it is stopped, and
-    then at most ``probe_share`` of the rounds: a probe is followed by a wait that earns its loss
-    back at that rate, doubled for every probe in a row that returned nothing.
+    A useless drafter costs about ``trust · trust_rounds`` plain rounds until it is stopped, and
+    then at most ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its
+    loss back at that rate, and by twice that after the next one if nothing at all was accepted.
     """
 
-    probe_share: float = 0.03
-    longest_wait: float = 2048.0
-    optimism: float = 0.5  # surplus a round that a drafter is trusted with before it is known
-    optimism_rounds: float = 6.0  # how many rounds that trust weighs
-    shared_rounds: float = 32.0  # how many own rounds the mean of all requests weighs
+    certainty: float = 1.5  # standard errors
+    probe_share: float = 0.02
+    longest_wait: float = 512.0
+    trust: float = 0.5  # gain a round that a drafter is credited with before it is known
+    trust_rounds: float = 6.0  # how many rounds that credit weighs
+    own_trust_rounds: float = 16.0  # and for one request, where drafting pays all in all
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
-    shared_memory: float = 0.998  # the same, in the mean of all requests
+    shared_memory: float = 0.998  # the same, in the account of all requests
 
     def start(self, slots: int) -> BypassState:
         """Nothing known about ``slots`` empty slots."""
-        surplus, rounds, wait, failures = np.zeros((4, slots))
-        return BypassState(surplus, rounds, wait, failures, 0.0, 0.0)
+        return BypassState(
+            Account.unpacked(np.zeros((5, slots))), Account.unpacked(np.zeros(5))
+        )
 
     def joined(self, state: BypassState, slots: ArrayLike) -> BypassState:
-        """New requests take ``slots``; where drafting does not pay others, they start with a wait."""
-        rows = np.asarray(slots, dtype=np.int64)
-        surplus, rounds, wait, failures = (column.copy() for column in state[:4])
-        surplus[rows] = rounds[rows] = failures[rows] = 0.0
-        wait[rows] = max(0.0, -self._shared(state)) / self.probe_share
-        return BypassState(surplus, rounds, wait, failures, *state[4:])
+        """New requests take ``slots``: what was known about the old ones goes."""
+        columns = np.stack(state.own)
+        columns[:, np.asarray(slots, dtype=np.int64)] = 0.0
+        return state._replace(own=Account.unpacked(columns))
 
     def drafting(self, state: BypassState, slots: ArrayLike) -> NDArray[np.bool_]:  # [R]
-        """Whether each slot's request drafts: it is expected to pay, or a probe is due."""
+        """Whether each slot's request drafts: it may still pay, or a probe is due."""
         rows = np.asarray(slots, dtype=np.int64)
-        return np.asarray((self._expected(state)[rows] >= 0) | (state.wait[rows] <= 0))
+        if not self._pays(state.shared, self.trust_rounds):
+            return np.full(rows.size, bool(state.shared.wait <= 0))
+        own = Account.unpacked(np.stack(state.own)[:, rows])
+        return np.asarray(self._pays(own, self.own_trust_rounds) | (own.wait <= 0))
 
     def updated(
         self,
         state: BypassState,
         slots: ArrayLike,  # [R]
+        *,
         drafted: ArrayLike,  # [R] bool, what ``drafting`` said
-        accepted: ArrayLike,  # [R] accepted drafts
         spent: ArrayLike,  # [R] plain rounds, break_even.plain_rounds_spent
+        accepted: ArrayLike,  # [R] accepted drafts
     ) -> BypassState:
         """The accounts after a round."""
         rows = np.asarray(slots, dtype=np.int64)
         took_part = np.asarray(drafted, dtype=bool)
-        gain = np.where(took_part, np.asarray(accepted) - np.asarray(spent), 0.0)
-        keep = np.where(took_part, self.memory, 1.0)
-        surplus, rounds, wait, failures = (column.copy() for column in state[:4])
-        surplus[rows] = keep * surplus[rows] + gain
-        rounds[rows] = keep * rounds[rows] + took_part
-        keep_all = self.shared_memory ** float(
-            took_part.mean()
-        )  # a round of everyone is one round
-        new = BypassState(
-            surplus,
-            rounds,
-            wait,
-            failures,
-            keep_all * state.all_surplus + float(gain.sum()),
-            keep_all * state.all_rounds + float(took_part.sum()),
+        cost, kept = np.asarray(spent) * took_part, np.asarray(accepted) * took_part
+        count = int(took_part.sum())
+        # Everyone drafting once is one round to forget by, and as many observations as requests.
+        forget = self.shared_memory ** (count / max(rows.size, 1))
+        gain = kept - cost
+        shared = state.shared._replace(
+            rounds=forget * state.shared.rounds + count,
+            gain=forget * state.shared.gain + gain.sum(),
+            squares=forget * state.shared.squares + (gain * gain).sum(),
         )
-        pays = self._expected(new)[rows] >= 0
-        empty = took_part & (np.asarray(accepted) == 0)
-        pause = np.minimum(-gain / self.probe_share * 2.0 ** failures[rows], self.longest_wait)
-        lost = took_part & ~pays & (gain < 0)
-        wait[rows] = np.where(lost, pause, np.maximum(wait[rows] - ~took_part, 0.0))
-        forgiven = pays | (took_part & ~empty)  # something was accepted: not a useless drafter
-        failures[rows] = np.where(forgiven, 0.0, failures[rows] + empty)
-        return new
+        mean = 1.0 / max(count, 1)
+        shared = self._paused(
+            shared,
+            np.asarray(count > 0),
+            mean * cost.sum(),
+            mean * kept.sum(),
+            self._pays(shared, self.trust_rounds),
+        )
+        columns = np.stack(state.own)
+        own = Account.unpacked(columns[:, rows])
+        forgets = np.where(took_part, self.memory, 1.0)
+        own = own._replace(
+            rounds=forgets * own.rounds + took_part,
+            gain=forgets * own.gain + gain,
+            squares=forgets * own.squares + gain * gain,
+        )
+        columns[:, rows] = self._paused(
+            own, took_part, cost, kept, self._pays(own, self.own_trust_rounds)
+        )
+        return BypassState(Account.unpacked(columns), shared)
 
-    def _shared(self, state: BypassState) -> float:
-        trust = self.optimism * self.optimism_rounds
-        return (trust + state.all_surplus) / (self.optimism_rounds + state.all_rounds)
+    def _paused(
+        self,
+        account: Account,
+        drafted: NDArray[np.bool_],
+        spent: Floats,
+        accepted: Floats,
+        pays: NDArray[np.bool_],
+    ) -> Account:
+        """Waits and back-off after a round, elementwise."""
+        lost = drafted & ~pays & (accepted < spent)
+        pause = (spent - accepted) / self.probe_share * 2.0**account.backoff
+        failed = np.where(lost, 1.0 - accepted / np.maximum(spent, 1e-9), 0.0)
+        return account._replace(
+            wait=np.where(
+                lost,
+                np.minimum(pause, self.longest_wait),
+                np.maximum(account.wait - ~drafted, 0.0),
+            ),
+            backoff=np.where(pays, 0.0, account.backoff + failed),
+        )
 
-    def _expected(self, state: BypassState) -> Floats:  # [S]
-        """Surplus a drafted round is expected to bring each slot's request."""
-        prior = self.shared_rounds * self._shared(state)
-        return np.asarray((prior + state.surplus) / (self.shared_rounds + state.rounds))
+    def _pays(self, account: Account, trust_rounds: float) -> NDArray[np.bool_]:
+        """Whether the mean gain may be positive."""
+        seen = np.maximum(account.rounds, 1.0)
+        variance = np.maximum(account.squares / seen - (account.gain / seen) ** 2, 0.0)
+        rounds = trust_rounds + account.rounds
+        mean = (trust_rounds * self.trust + account.gain) / rounds
+        return np.asarray(mean + self.certainty * np.sqrt(variance / rounds) > 0)

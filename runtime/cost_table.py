@@ -49,7 +49,9 @@ class CostTable:
     context_seconds: float
     padded: bool
     origin: Mapping[str, str]  # machine, backend, versions, bundle hash
+    flaw: str | None  # why it cannot tell verification lengths apart: one point, or flat
     _curves: Floats = field(repr=False)  # [c, tokens[-1] + 1] seconds
+    _smooth: Floats = field(repr=False)  # the same, linear between points
     _slopes: Floats = field(repr=False)  # [c] seconds a token past the last point
 
     def __init__(
@@ -94,7 +96,9 @@ class CostTable:
                 f"context_tokens {list(edges)} must be {len(rates)} increasing bucket edges"
             )
         seconds = np.maximum.accumulate(1.0 / rates, axis=1)
-        curves = np.stack([_every_size(sizes, row, padded=padded) for row in seconds])
+        every = np.arange(sizes[-1] + 1)
+        smooth = np.stack([np.interp(every, sizes, row) for row in seconds])
+        curves = seconds[:, np.searchsorted(sizes, every)] if padded else smooth
         slopes = np.diff(seconds, axis=1) / np.diff(sizes)
         for name, value in {
             "tokens": sizes,
@@ -105,7 +109,9 @@ class CostTable:
             "context_seconds": float(context_seconds),
             "padded": padded,
             "origin": dict(origin or {}),
+            "flaw": _flaw(sizes, seconds),
             "_curves": _read_only(curves),
+            "_smooth": _read_only(smooth),
             "_slopes": slopes.max(axis=1, initial=0.0),
         }.items():
             object.__setattr__(self, name, value)
@@ -123,20 +129,28 @@ class CostTable:
         requests: int = 0,
         drafting: int = 0,
         context_tokens: float | None = None,
+        smooth: bool = False,
     ) -> Floats:
         """Seconds of a round over B = first..last tokens, [last - first + 1].
 
         ``requests`` whose context is read, ``drafting`` of them; ``context_tokens`` is their mean
-        context length (None: the longest bucket, and no context reads).
+        context length (None: the longest bucket, and no context reads). ``smooth`` draws lines
+        between measured sizes even where sizes are padded.
         """
         bucket = self._bucket(context_tokens)
-        curve = self._curves[bucket]
+        curve = (self._smooth if smooth else self._curves)[bucket]
         known = curve[first : last + 1]
         if last >= curve.size:
             beyond = np.arange(max(first, curve.size), last + 1) - (curve.size - 1)
             known = np.concatenate([known, curve[-1] + self._slopes[bucket] * beyond])
         reading = self.context_seconds * requests * (context_tokens or 0.0)
         return np.asarray(known + (self.draft_cost(drafting) + reading))
+
+    def padded_to(self, tokens: int) -> int:
+        """The size that ``tokens`` pay for: the next measured one, or themselves."""
+        if not self.padded or tokens >= self.max_tokens:
+            return tokens
+        return int(self.tokens[np.searchsorted(self.tokens, tokens)])
 
     def draft_cost(self, drafting: int) -> float:
         """Seconds that drafting for so many requests adds to a step; 0 if not measured apart."""
@@ -150,22 +164,10 @@ class CostTable:
         bucket = int(np.searchsorted(self.context_tokens, context_tokens))
         return min(bucket, len(self._curves) - 1)
 
-    def why_uninformative(self) -> str | None:
-        """Why this table cannot tell verification lengths apart, or None if it can."""
-        if self.tokens.size < 2:
-            return f"the cost table has one point only ({self.max_tokens} tokens)"
-        rise = self._curves[:, -1] / self._curves[:, 0] - 1
-        if np.all(rise < FLAT_SPREAD):
-            return (
-                f"the cost table is flat: {self.max_tokens} tokens cost {100 * rise.max():.2f} % "
-                f"more than {self.tokens[0]}"
-            )
-        return None
-
     def require_informative(self) -> Self:
         """Raise TableError for a flat or one-point table; return the table otherwise."""
-        if reason := self.why_uninformative():
-            raise TableError(f"{reason}. Measure more sizes: dspark-trt profile BUNDLE")
+        if self.flaw:
+            raise TableError(f"{self.flaw}. Measure more sizes: dspark-trt profile BUNDLE")
         return self
 
     def require_origin(self, **expected: str) -> Self:
@@ -260,8 +262,13 @@ def _counts(values: ArrayLike, name: str) -> NDArray[np.int64]:
     return _read_only(counts)
 
 
-def _every_size(tokens: NDArray[np.int64], seconds: Floats, *, padded: bool) -> Floats:
-    every = np.arange(tokens[-1] + 1)
-    if padded:
-        return np.asarray(seconds[np.searchsorted(tokens, every)], dtype=np.float64)
-    return np.interp(every, tokens, seconds)
+def _flaw(tokens: NDArray[np.int64], seconds: Floats) -> str | None:
+    if tokens.size < 2:
+        return f"the cost table has one point only ({tokens[0]} tokens)"
+    rise = float((seconds[:, -1] / seconds[:, 0]).max() - 1)
+    if rise < FLAT_SPREAD:
+        return (
+            f"the cost table is flat: {tokens[-1]} tokens cost {100 * rise:.2f} % more than "
+            f"{tokens[0]}"
+        )
+    return None

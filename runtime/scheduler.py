@@ -128,9 +128,17 @@ class _CostAware:
             raise RequestError(f"min_gain must be a fraction in [0, 1), got {self.min_gain}")
 
     def _admitted(
-        self, offered: Candidates, context_tokens: float | None, search: Callable[[Floats], int]
+        self,
+        offered: Candidates,
+        context_tokens: float | None,
+        search: Callable[[Floats], int],
+        *,
+        smooth: bool = False,
     ) -> int:
-        """How many candidates ``search`` admits, given Θ(n) = τ(n) / seconds(R + n)."""
+        """How many candidates ``search`` admits, given Θ(n) = τ(n) / seconds(R + n).
+
+        What padding to the next measured size pays for anyway is admitted too.
+        """
         if self.table is None:
             return offered.available
         requests = len(offered.survival)
@@ -138,9 +146,13 @@ class _CostAware:
             requests,
             requests + offered.available,
             requests=requests,
+            drafting=requests,
             context_tokens=context_tokens,
+            smooth=smooth,
         )
-        return search(expected_tokens(offered) / seconds)
+        admitted = search(expected_tokens(offered) / seconds)
+        paid = self.table.padded_to(requests + admitted) - requests
+        return min(max(admitted, paid), offered.available)
 
     def _plan(self, offered: Candidates, admitted: int, trimmed: str) -> Plan:
         if self.table is None:
@@ -148,7 +160,7 @@ class _CostAware:
         elif admitted < offered.available:
             reason = trimmed
         else:
-            reason = self.table.why_uninformative() or "every draft pays"
+            reason = self.table.flaw or "every draft pays"
         return Plan(best_lengths(offered, admitted), reason)
 
 
@@ -158,7 +170,8 @@ class Algorithm1(_CostAware):
 
     The early stop keeps it non-anticipating, so it is safe with rejection verification. It stops
     before the first candidate that would leave Θ more than ``min_gain`` below the best Θ on the way
-    there; 0 is the paper's rule. Equal Θ goes on: rows that padding pays for anyway are filled.
+    there; 0 is the paper's rule. The stop sees the cost as lines between measured sizes: at every
+    edge of a staircase one more candidate looks dear, and looking past it would anticipate.
     """
 
     def decide(
@@ -172,7 +185,7 @@ class Algorithm1(_CostAware):
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
-        admitted = self._admitted(offered, context_tokens, self._first_descent)
+        admitted = self._admitted(offered, context_tokens, self._first_descent, smooth=True)
         return self._plan(offered, admitted, "throughput stops improving")
 
     def plan(
@@ -265,15 +278,18 @@ class Asynchronous(_CostAware):
     ) -> Plan:
         """Lengths from a ``budget`` computed before, or from ``stale`` confidences, and the reason.
 
-        With neither (the first two rounds) every draft is verified, as far as limits allow.
+        With neither (the first two rounds) it is ``Algorithm1``, which needs no past.
         """
-        offered = candidates(
-            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
-        )
         if budget is None and stale is not None:
             budget = self.budget(stale, limits=limits, context_tokens=context_tokens)
         if budget is None:
-            budget = offered.available
+            first = Algorithm1(
+                self.table, max_tokens_per_step=self.max_tokens_per_step, min_gain=self.min_gain
+            )
+            return first.decide(confidence, limits=limits, context_tokens=context_tokens)
+        offered = candidates(
+            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+        )
         admitted = min(max(budget, 0), offered.available)
         return self._plan(offered, admitted, "budget from two rounds ago")
 
@@ -306,7 +322,7 @@ class ConfidenceHistory(NamedTuple):
         """The history after a round in which ``ids`` [R] drafted with ``confidence`` [R, K]."""
         order = np.argsort(np.asarray(ids, dtype=np.int64))
         newest = np.asarray(ids, dtype=np.int64)[order]
-        values = np.asarray(confidence, dtype=np.float64)[order]
+        values = np.fmax(np.asarray(confidence, dtype=np.float64), 0.0)[order]
         return ConfidenceHistory((newest, *self.ids[:1]), (values, *self.confidence[:1]))
 
     def stale(self, ids: ArrayLike) -> Floats | None:
@@ -317,7 +333,9 @@ class ConfidenceHistory(NamedTuple):
         wanted = np.asarray(ids, dtype=np.int64)
         row = np.minimum(np.searchsorted(known, wanted), known.size - 1)
         found = known[row] == wanted
-        return np.where(found[:, None], confidence[row], np.nanmean(confidence, axis=0))
+        if found.all():
+            return np.asarray(confidence[row])
+        return np.where(found[:, None], confidence[row], confidence.mean(axis=0))
 
 
 def _best(throughput: Floats, min_gain: float) -> int:

@@ -47,7 +47,8 @@ def candidates(
     requests, drafted = survival.shape
     available = survival.size
     if limits is not None:
-        allowed = np.clip(np.asarray(limits, dtype=np.int64), 0, drafted)
+        # Two ufuncs: np.clip takes several times as long on a handful of requests.
+        allowed = np.minimum(np.maximum(np.asarray(limits, dtype=np.int64), 0), drafted)
         if allowed.shape != (requests,):
             raise RequestError(f"limits must be [{requests}], got shape {allowed.shape}")
         survival = np.where(np.arange(drafted) < allowed[:, None], survival, -1.0)
@@ -87,4 +88,5 @@ def best_lengths(offered: Candidates, admitted: int) -> Lengths:  # -> [R]
     ties = reach - lengths
     spare = admitted - int(lengths.sum())
     before = np.cumsum(ties) - ties
-    return np.asarray(lengths + np.clip(spare - before, 0, ties), dtype=np.int64)
+    handed_out = np.minimum(np.maximum(spare - before, 0), ties)
+    return np.asarray(lengths + handed_out, dtype=np.int64)

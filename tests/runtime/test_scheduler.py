@@ -185,6 +185,15 @@ def test_padding_paid_for_is_filled() -> None:
     assert len(confidence) + Asynchronous(table).budget(confidence) == 6
 
 
+def test_early_stop_is_not_caught_at_the_edge_of_a_padded_size() -> None:
+    sizes = np.arange(4, 129, 4)
+    table = CostTable(sizes, 1.0 / (1.0 + 0.01 * sizes))
+    confidence = np.tile([0.95, 0.9, 0.8, 0.3], (4, 1))
+    lengths = Algorithm1(table, min_gain=0.0).plan(confidence)
+    search = Global(table, min_gain=0.0, verification="coupled").plan(confidence)
+    assert lengths.tolist() == search.tolist() == [4, 4, 4, 4]
+
+
 def test_a_gain_below_the_minimum_does_not_trim() -> None:
     table = CostTable([1, 2], [1.0, 1.0 / 1.205], padded=False)
     confidence = [[0.2]]  # verifying loses 0.4 %
@@ -278,6 +287,9 @@ def test_history_is_two_rounds_old_and_follows_request_ids() -> None:
     assert third == pytest.approx(np.array([[0.2, 0.2]]))
 
 
-def test_rounds_without_history_verify_every_draft() -> None:
-    table = CostTable([1, 2, 3], [1.0, 0.5, 0.1])
-    assert Asynchronous(table).plan([[0.1, 0.1]]).tolist() == [2]
+def test_rounds_without_history_stop_early() -> None:
+    table = CostTable([1, 2, 3], [1.0, 0.6, 0.4])
+    confidence = [[0.9, 0.1]]
+    plan = Asynchronous(table).decide(confidence)
+    assert plan.lengths.tolist() == Algorithm1(table).plan(confidence).tolist() == [1]
+    assert plan.reason == "throughput stops improving"

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A discrete-event simulation of a serving engine: one event is one round of the running batch.
+
+Requests come from a workload, seconds from a cost table, lengths from the schedulers that the engine
+itself runs. Closed loop: a finished request is replaced at once. Poisson: requests arrive, wait for a
+slot, and leave. Prefill happens elsewhere (disaggregated) and costs nothing here.
+
+Legend: S slots, R running requests, K = γ drafted tokens.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.errors import RequestError
+from dspark_trt.runtime.break_even import plain_rounds_spent
+from dspark_trt.runtime.bypass import Bypass
+from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.scheduler import (
+    Algorithm1,
+    Asynchronous,
+    ConfidenceHistory,
+    Fixed,
+    Global,
+    Scheduler,
+    Threshold,
+)
+from dspark_trt.runtime.workload import Workload
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_WARM_UP = 0.1  # share of the rounds that is left out of the figures
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A scheduler and how the simulated engine uses it."""
+
+    scheduler: Scheduler
+    drafts: bool = True
+    sees_outcome: bool = False  # the oracle: its confidences are the outcomes
+    bypass: Bypass | None = None
+
+
+def standard_policies(
+    table: CostTable, gamma: int, *, max_tokens_per_step: int | None = None
+) -> dict[str, Policy]:
+    """The policies the paper compares, and every fixed length; ``oracle`` bounds them all."""
+    most = max_tokens_per_step
+    fixed = {f"fixed-{k}": Policy(Fixed(k, most)) for k in range(1, gamma + 1)}
+    return {
+        "none": Policy(Fixed(0), drafts=False),
+        "mtp-1": Policy(Fixed(1, most)),
+        **fixed,
+        "threshold-0.5": Policy(Threshold(0.5, most)),
+        "algorithm1": Policy(Algorithm1(table, max_tokens_per_step=most), bypass=Bypass()),
+        "asynchronous": Policy(Asynchronous(table, max_tokens_per_step=most), bypass=Bypass()),
+        "oracle": Policy(
+            Global(table, max_tokens_per_step=most, verification="coupled", min_gain=0.0),
+            sees_outcome=True,
+        ),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How requests come: ``slots`` in a closed loop, or ``arrivals_per_second`` into that many."""
+
+    slots: int
+    arrivals_per_second: float | None = None
+    output_tokens: float = 256.0  # mean of a geometric distribution
+    prompt_tokens: float = 512.0  # mean of a geometric distribution
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise RequestError(f"a load needs at least one slot, got {self.slots}")
+        if self.arrivals_per_second is not None and not self.arrivals_per_second > 0:
+            raise RequestError(
+                f"arrivals_per_second must be positive, got {self.arrivals_per_second}"
+            )
+        if self.output_tokens < 1 or self.prompt_tokens < 1:
+            raise RequestError("output_tokens and prompt_tokens must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a simulated load came to, warm-up excluded. A round is one request's in one step."""
+
+    steps: int
+    rounds: int
+    seconds: float
+    tokens_per_second: float
+    tokens_per_second_per_user: float  # mean over time of running requests
+    slow_user_tokens_per_second: float  # the slowest tenth of finished requests is below this
+    running: float  # mean requests a step
+    drafts_verified_per_round: float
+    accepted_length: float  # tokens a round, bonus included
+    waiting_seconds: float  # mean time from arrival to slot
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+class _Slots:
+    """The requests that run, by slot; arrays are [S]."""
+
+    def __init__(self, workload: Workload, load: Load, rng: np.random.Generator) -> None:
+        self.workload, self.load, self.rng = workload, load, rng
+        self.cursor = np.zeros(load.slots, np.int64)
+        self.remaining = np.zeros(load.slots, np.int64)
+        self.context = np.zeros(load.slots)
+        self.total = np.zeros(load.slots, np.int64)
+        self.since = np.zeros(load.slots)
+        self.id = np.zeros(load.slots, np.int64)
+        self.next_id = 0
+
+    def enter(self, slots: Ints, now: float, *, midway: bool = False) -> None:
+        """New requests take ``slots``; ``midway`` spreads them over their length."""
+        count = slots.size
+        workload, rng = self.workload, self.rng
+        request = rng.integers(workload.start.size, size=count)
+        self.cursor[slots] = workload.start[request]
+        length = rng.geometric(1.0 / self.load.output_tokens, size=count)
+        # A geometric length has no memory: what is left of one midway is distributed as a new one.
+        self.remaining[slots] = self.total[slots] = length
+        prompt = rng.geometric(1.0 / self.load.prompt_tokens, size=count)
+        done = rng.geometric(1.0 / self.load.output_tokens, size=count) if midway else 0
+        self.context[slots] = prompt + done
+        self.since[slots] = now
+        self.id[slots] = np.arange(self.next_id, self.next_id + count)
+        self.next_id += count
+
+
+def simulate(
+    workload: Workload,
+    policy: Policy,
+    table: CostTable,
+    load: Load,
+    *,
+    rounds: int = 100_000,
+    seed: int = 0,
+) -> Outcome:
+    """Run until ``rounds`` request rounds have passed. Deterministic for a seed."""
+    rng = np.random.default_rng(seed)
+    slots = _Slots(workload, load, rng)
+    engine = _Engine(workload, policy, table, slots)
+    tally = _Tally(warm_up=int(_WARM_UP * rounds))
+    running = np.arange(load.slots)
+    free: list[int] = []
+    waiting: deque[float] = deque()
+    arrival = np.inf
+    now = 0.0
+    if load.arrivals_per_second is None:
+        slots.enter(running, now, midway=True)
+    else:
+        running, free = np.zeros(0, np.int64), list(range(load.slots))
+        arrival = rng.exponential(1.0 / load.arrivals_per_second)
+    engine.join(running)
+    while tally.rounds < rounds:
+        if load.arrivals_per_second is not None:
+            if not running.size and not waiting:
+                now = max(now, arrival)
+            while arrival <= now:
+                waiting.append(arrival)
+                arrival += rng.exponential(1.0 / load.arrivals_per_second)
+            if waiting and free:
+                entering = np.array([free.pop() for _ in range(min(len(waiting), len(free)))])
+                tally.waited += [now - waiting.popleft() for _ in range(entering.size)]
+                slots.enter(entering, now)
+                engine.join(entering)
+                running = np.sort(np.r_[running, entering])
+        committed, verified, seconds = engine.step(running)
+        now += seconds
+        slots.remaining[running] -= committed
+        slots.context[running] += committed
+        tally.add(committed, verified, seconds)
+        finished = running[slots.remaining[running] <= 0]
+        if finished.size:
+            tally.finish(slots.total[finished], now - slots.since[finished])
+            if load.arrivals_per_second is None:
+                slots.enter(finished, now)
+                engine.join(finished)
+            else:
+                running = np.setdiff1d(running, finished, assume_unique=True)
+                free += finished.tolist()
+    return tally.outcome()
+
+
+class _Engine:
+    """One round: who drafts, what is verified, what it costs, what is committed."""
+
+    def __init__(
+        self, workload: Workload, policy: Policy, table: CostTable, slots: _Slots
+    ) -> None:
+        self.workload, self.policy, self.table, self.slots = workload, policy, table, slots
+        self.history = ConfidenceHistory()
+        self.bypass = None if policy.bypass is None else policy.bypass.start(slots.load.slots)
+        self.needs_context = bool(table.context_seconds) or len(table.context_tokens) > 1
+
+    def join(self, slots: Ints) -> None:
+        if self.policy.bypass is not None and self.bypass is not None and slots.size:
+            self.bypass = self.policy.bypass.joined(self.bypass, slots)
+
+    def step(self, running: Ints) -> tuple[Ints, int, float]:  # [R]
+        """Committed tokens of each request, drafts verified, seconds."""
+        slots, workload = self.slots, self.workload
+        row = slots.cursor[running]
+        slots.cursor[running] = workload.following[row]
+        accepted = workload.accepted[row]
+        context = float(slots.context[running].mean()) if self.needs_context else None
+        requests = running.size
+        if not self.policy.drafts:
+            seconds = self.table.seconds(
+                requests, requests, requests=requests, context_tokens=context
+            )
+            return np.ones(requests, np.int64), 0, float(seconds[0])
+        limits = np.minimum(slots.remaining[running] - 1, workload.gamma)
+        drafted = None
+        if self.policy.bypass is not None and self.bypass is not None:
+            drafted = self.policy.bypass.drafting(self.bypass, running)
+            limits = limits * drafted
+        lengths = self._lengths(running, row, limits, context)
+        tokens = int(lengths.sum())
+        drafting = requests if drafted is None else int(drafted.sum())
+        seconds = self.table.seconds(
+            requests + tokens,
+            requests + tokens,
+            requests=requests,
+            drafting=drafting,
+            context_tokens=context,
+        )
+        kept = np.minimum(accepted, lengths)
+        if self.policy.bypass is not None and self.bypass is not None and drafted is not None:
+            spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
+            self.bypass = self.policy.bypass.updated(
+                self.bypass, running, drafted=drafted, spent=spent, accepted=kept
+            )
+        return kept + 1, tokens, float(seconds[0])
+
+    def _lengths(self, running: Ints, row: Ints, limits: Ints, context: float | None) -> Ints:
+        scheduler = self.policy.scheduler
+        if self.policy.sees_outcome:
+            gamma = self.workload.gamma
+            outcome = np.arange(gamma) < self.workload.accepted[row][:, None]
+            return scheduler.plan(outcome, limits=limits, context_tokens=context)
+        confidence = self.workload.confidence[row]
+        if not isinstance(scheduler, Asynchronous):
+            return scheduler.plan(confidence, limits=limits, context_tokens=context)
+        ids = self.slots.id[running]
+        stale = self.history.stale(ids)
+        self.history = self.history.push(ids, confidence)
+        return scheduler.plan(confidence, stale=stale, limits=limits, context_tokens=context)
+
+
+class _Tally:
+    """Sums over the rounds after the warm-up."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
+        self.rounds = self.counted = self.steps = self.tokens = self.verified = 0
+        self.seconds = self.user_seconds = 0.0
+        self.speeds: list[float] = []
+        self.waited: list[float] = []
+
+    def add(self, committed: Ints, verified: int, seconds: float) -> None:
+        self.rounds += committed.size
+        if self.rounds <= self.warm_up:
+            return
+        self.counted += committed.size
+        self.steps += 1
+        self.tokens += int(committed.sum())
+        self.verified += verified
+        self.seconds += seconds
+        self.user_seconds += seconds * committed.size
+
+    def finish(self, tokens: Ints, seconds: Floats) -> None:
+        if self.rounds > self.warm_up:
+            self.speeds += (tokens / seconds).tolist()
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            steps=self.steps,
+            rounds=self.counted,
+            seconds=self.seconds,
+            tokens_per_second=self.tokens / self.seconds,
+            tokens_per_second_per_user=self.tokens / self.user_seconds,
+            slow_user_tokens_per_second=float(np.quantile(self.speeds, 0.1))
+            if self.speeds
+            else 0.0,
+            running=self.counted / self.steps,
+            drafts_verified_per_round=self.verified / self.counted,
+            accepted_length=self.tokens / self.counted,
+            waiting_seconds=float(np.mean(self.waited)) if self.waited else 0.0,
+        )
+
+
+def compare(
+    workload: Workload,
+    table: CostTable,
+    policies: Mapping[str, Policy],
+    loads: Mapping[str, Load],
+    *,
+    rounds: int = 100_000,
+    seed: int = 0,
+) -> dict[str, dict[str, Outcome]]:
+    """Every policy under every load, by policy and load name."""
+    return {
+        name: {
+            label: simulate(workload, policy, table, load, rounds=rounds, seed=seed)
+            for label, load in loads.items()
+        }
+        for name, policy in policies.items()
+    }
