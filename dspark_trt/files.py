@@ -35,11 +35,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
+def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `path` that takes its name at the end, or disappears.
 
-    Also removed on KeyboardInterrupt; a killed process leaves only a hidden `.partial` folder.
+    Missing parents are made, and go again with it. With `replace`, a folder already there is removed
+    only when the new one is whole. Cleans up on KeyboardInterrupt too; a killed process leaves only a
+    hidden `.partial` folder.
     """
+    made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(
         tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -47,7 +50,24 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         temporary.chmod(0o755)  # mkdtemp makes it private
         yield temporary
-        temporary.rename(path)
-    finally:
-        if temporary.exists():
-            shutil.rmtree(temporary, ignore_errors=True)
+        if replace and path.exists():
+            _exchange(temporary, path)
+        else:
+            temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # somebody else uses it by now
+                parent.rmdir()
+        raise
+
+
+def _exchange(new: Path, path: Path) -> None:
+    old = new.with_suffix(".replaced")
+    path.rename(old)
+    try:
+        new.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old)

@@ -11,6 +11,8 @@ import onnx_ir as ir
 
 from dspark_trt import __version__
 from dspark_trt.bundle import (
+    MOST_TOP_LOGPROBS,
+    MANIFEST,
     TOKENIZER,
     WEIGHTS,
     Bundle,
@@ -71,10 +73,7 @@ def export_bundle(
     """
     if dtype not in DTYPES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if output.exists() and not overwrite:
-        raise ExportError(
-            f"{output} exists already. Choose another folder, or pass --overwrite."
-        )
+    _check_output(output, overwrite)
     if target is not None:
         check_pair(draft, target)
         if draft.config.num_target_layers == 0:  # some formats do not record it
@@ -83,17 +82,12 @@ def export_bundle(
     plan = _plan(draft, target, dtype)
     _check_disk(output, plan.sources)
     try:
-        with new_directory(output) as folder:
+        with new_directory(output, replace=overwrite) as folder:
             _write_graphs(plan, folder, on_progress)
-            if target is not None:
-                _write_verifiers(draft, folder)
+            _write_verifiers(draft, folder)
             _copy_tokenizer(target, folder)
             on_progress(Progress("hash", "sha256", 0, 1))
             write_manifest(_describe(draft, target, dtype, folder))
-            if (
-                output.exists()
-            ):  # only with overwrite: the old bundle goes when the new one is whole
-                shutil.rmtree(output)
     except OSError as error:
         raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
     return load_bundle(output, verify_hashes=False)
@@ -144,16 +138,25 @@ def _write_graphs(plan: _Plan, folder: Path, on_progress: Callable[[Progress], N
 
 
 def _write_verifiers(draft: DraftCheckpoint, folder: Path) -> None:
-    """`verify.onnx` (exact rejection sampling) and the small graph for batches that are all greedy."""
+    """`verify.onnx` (exact rejection sampling), the small graph for batches that are all greedy, and the
+    one for penalties, masks and log-probabilities.
+    """
     from dspark_trt.plugins.contract import VerifyMode
     from dspark_trt.plugins.verify_model import verify_model
 
-    files = {VerifyMode.REJECTION: "verify.onnx", VerifyMode.GREEDY: "verify_greedy.onnx"}
-    for mode, file in files.items():
-        model = verify_model(
-            mode=mode, gamma=draft.config.gamma, vocab_size=draft.config.decoder.vocab_size
-        )
-        (folder / file).write_bytes(model.SerializeToString())
+    size = {"gamma": draft.config.gamma, "vocab_size": draft.config.decoder.vocab_size}
+    models = {
+        "verify": verify_model(mode=VerifyMode.REJECTION, **size),
+        "verify_greedy": verify_model(mode=VerifyMode.GREEDY, **size),
+        "verify_processed": verify_model(
+            mode=VerifyMode.REJECTION,
+            processors=True,
+            top_logprobs=min(MOST_TOP_LOGPROBS, size["vocab_size"]),
+            **size,
+        ),
+    }
+    for name, model in models.items():
+        (folder / f"{name}.onnx").write_bytes(model.SerializeToString())
 
 
 def _save(model: ir.Model, path: Path) -> None:
@@ -162,6 +165,19 @@ def _save(model: ir.Model, path: Path) -> None:
 
 def _distinct(sources: tuple[dict[str, ParameterSource], ...]) -> set[ParameterSource]:
     return {source for per_graph in sources for source in per_graph.values()}
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ExportError(
+            f"{output} exists already. Choose another folder, or pass --overwrite."
+        )
+    if not (output / MANIFEST).is_file():
+        raise ExportError(
+            f"{output} is no bundle, so --overwrite does not remove it. Choose another folder."
+        )
 
 
 def _check_disk(output: Path, sources: tuple[dict[str, ParameterSource], ...]) -> None:

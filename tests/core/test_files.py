@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing half-written is left: new folders, JSON files, hashes."""
+
+import hashlib
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from dspark_trt.files import new_directory, sha256_of_file, write_json
+
+
+def test_new_directory_takes_its_name_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    with new_directory(path) as folder:
+        (folder / "file").write_text("x")
+        assert not path.exists()
+        assert folder.parent == tmp_path  # same disk: the rename is atomic
+    assert [file.name for file in path.iterdir()] == ["file"]
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_new_directory_disappears_with_its_parents(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    with (
+        pytest.raises(error),
+        new_directory(tmp_path / "a" / "b" / "made") as folder,
+    ):
+        (folder / "inner").mkdir()
+        (folder / "inner" / "file").write_text("x")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parents_that_others_use_stay(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), new_directory(tmp_path / "a" / "made"):
+        (tmp_path / "a" / "other").write_text("x")
+        raise OSError("full")
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["other"]
+
+
+def test_an_existing_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    path.mkdir()
+    (path / "precious").write_text("x")
+    with pytest.raises(OSError, match="not empty"), new_directory(path) as folder:
+        (folder / "file").write_text("y")
+    assert (path / "precious").read_text() == "x"
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_replacing_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    path.mkdir()
+    (path / "old").write_text("x")
+    with pytest.raises(KeyboardInterrupt), new_directory(path, replace=True):
+        raise KeyboardInterrupt
+    assert [file.name for file in path.iterdir()] == ["old"]
+    with new_directory(path, replace=True) as folder:
+        (folder / "new").write_text("y")
+        assert (path / "old").exists()
+    assert [file.name for file in path.iterdir()] == ["new"]
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+    path.mkdir()
+    (path / "old").write_text("x")
+    with pytest.raises(FileNotFoundError), new_directory(path, replace=True) as folder:
+        folder.rmdir()  # somebody cleans up behind our back
+    assert [file.name for file in path.iterdir()] == ["old"]
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_write_json_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_hash_reads_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    data = bytes(range(256)) * (5 << 12)  # 5 MiB: more than one chunk
+    path.write_bytes(data + b"end")
+    assert sha256_of_file(path) == hashlib.sha256(data + b"end").hexdigest()
