@@ -16,12 +16,14 @@ from dspark_trt.errors import BundleError
 from dspark_trt.files import sha256_of_file, write_json
 
 FORMAT_VERSION = 1
+DTYPES = ("float32", "float16", "bfloat16")
 MANIFEST = "bundle.json"
 WEIGHTS = "weights.bin"
 CALIBRATION = "calibration.json"
 COST_TABLE = "sps.json"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"
+MOST_TOP_LOGPROBS = 20  # alternatives that `verify_processed.onnx` returns, as OpenAI's API allows
 _MUTABLE = frozenset({MANIFEST, CALIBRATION, COST_TABLE, ENGINES})
 
 
@@ -43,13 +45,17 @@ class Source:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
     path: Path
-    dtype: str  # of matrix products and caches: float32, float16, bfloat16
+    dtype: str  # of matrix products and caches: one of DTYPES
     draft: DraftConfig
     draft_source: Source
     target: TargetConfig | None  # None: the host owns the target
     target_source: Source | None
     files: Mapping[str, FileRecord]
     tool_versions: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
     @property
     def max_context_tokens(self) -> int:
@@ -79,6 +85,11 @@ class Bundle:
                 f"{self.path} has no graph {name}; it has {', '.join(self.graph_names)}.{hint}"
             )
         return self.path / f"{name}.onnx"
+
+    @property
+    def top_logprobs(self) -> int:
+        """Alternatives whose log-probability `verify_processed.onnx` returns."""
+        return min(MOST_TOP_LOGPROBS, self.draft.decoder.vocab_size)
 
     def fingerprint(self) -> str:
         """Short name of the exact graphs and weights, for engines and cost tables."""
@@ -168,10 +179,13 @@ def _read_manifest(path: Path) -> Bundle:
 
 def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
     target = data["target"]
+    draft = DraftConfig.from_json(data["draft"]["config"])
+    if data["gamma"] != draft.gamma:
+        raise ValueError(f"gamma {data['gamma']}, but the block proposes {draft.gamma} tokens")
     return Bundle(
         path=path,
         dtype=data["dtype"],
-        draft=DraftConfig.from_json(data["draft"]["config"]),
+        draft=draft,
         draft_source=Source(**data["draft"]["source"]),
         target=TargetConfig.from_json(target["config"]) if target else None,
         target_source=Source(**target["source"]) if target else None,

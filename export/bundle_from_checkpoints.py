@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from dspark_trt import __version__
 from dspark_trt.bundle import (
+    DTYPES,
     MOST_TOP_LOGPROBS,
     MANIFEST,
     TOKENIZER,
@@ -42,7 +43,6 @@ from dspark_trt.models.loading import (
     target_skeleton,
 )
 
-DTYPES = ("float32", "float16", "bfloat16")
 _TOOLS = ("torch", "onnx", "onnx-ir", "onnxscript", "safetensors", "numpy")
 
 

@@ -26,20 +26,25 @@ def test_new_directory_takes_its_name_at_the_end(tmp_path: Path) -> None:
 def test_new_directory_disappears_with_its_parents(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
-    with (
-        pytest.raises(error),
-        new_directory(tmp_path / "a" / "b" / "made") as folder,
-    ):
-        (folder / "inner").mkdir()
-        (folder / "inner" / "file").write_text("x")
-        raise error
+    def fail() -> None:
+        with new_directory(tmp_path / "a" / "b" / "made") as folder:
+            (folder / "inner").mkdir()
+            (folder / "inner" / "file").write_text("x")
+            raise error
+
+    with pytest.raises(error):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_parents_that_others_use_stay(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="full"), new_directory(tmp_path / "a" / "made"):
-        (tmp_path / "a" / "other").write_text("x")
-        raise OSError("full")
+    def fail() -> None:
+        with new_directory(tmp_path / "a" / "made"):
+            (tmp_path / "a" / "other").write_text("x")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["other"]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
-from dspark_trt.config import DraftConfig, SlotSemantics
+from dspark_trt.config import SlotSemantics
 from dspark_trt.errors import CheckpointError
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.loading import draft_tensors, load_drafter
@@ -376,13 +376,3 @@ def test_temperature_zero_takes_the_likeliest_whatever_the_uniforms(tmp_path: Pa
     inputs[5].fill_(0.999)
     tokens, logits = step(module, inputs)
     assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_config_survives_json(tmp_path: Path) -> None:
-    for head in HEADS:
-        how: dict[str, Any] = {
-            "head": head,
-            "confidence": "hidden" if head == "none" else "hidden+markov",
-        }
-        config = read_draft(write_draft(tmp_path / head, **how)).config
-        assert DraftConfig.from_json(config.to_json()) == config
