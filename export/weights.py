@@ -50,9 +50,7 @@ class WeightFile:
     ) -> ir.TensorProtocol:
         key = (source, transposed)
         if key not in self._by_source:
-            tensor = source.load()
-            tensor = tensor.t().contiguous() if transposed else tensor.contiguous()
-            self._by_source[key] = self._write(name, tensor)
+            self._by_source[key] = self._write(name, source.load(transposed=transposed))
         return self._by_source[key]
 
     def _write(self, name: str, tensor: torch.Tensor) -> ir.TensorProtocol:

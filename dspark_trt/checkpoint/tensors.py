@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +49,13 @@ class TensorRef:
         return math.prod(self.shape)
 
     def load(self) -> "torch.Tensor":
-        """The tensor, memory-mapped: pages are read when touched and shared with other readers."""
-        handle = _open_tensors(self.file, self.file.stat().st_mtime_ns)
-        tensor: torch.Tensor = handle.get_tensor(self.key)
+        """The tensor, memory-mapped: pages are read when touched, and let go with the tensor.
+
+        Each tensor has its own map: one for all would keep every page in memory that was ever read.
+        """
+        from safetensors import safe_open
+
+        tensor: torch.Tensor = safe_open(self.file, framework="pt").get_tensor(self.key)
         return tensor
 
     def chunks(self, chunk_bytes: int = 16 << 20) -> Iterator[bytes]:
@@ -61,14 +64,6 @@ class TensorRef:
             file.seek(self.offset)
             for start in range(0, self.nbytes, chunk_bytes):
                 yield file.read(min(chunk_bytes, self.nbytes - start))
-
-
-@lru_cache(maxsize=64)
-def _open_tensors(file: Path, mtime_ns: int) -> Any:
-    # mtime in the key: a file replaced under the same name must not be read through the old map.
-    from safetensors import safe_open
-
-    return safe_open(file, framework="pt")
 
 
 def read_tensors(folder: Path) -> dict[str, TensorRef]:

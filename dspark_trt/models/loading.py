@@ -42,9 +42,15 @@ class ParameterSource:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    def load(self) -> Tensor:
-        loaded = [part.load().to(self.dtype) for part in self.parts]
-        return loaded[0] if len(loaded) == 1 else torch.cat(loaded)
+    def load(self, *, transposed: bool = False) -> Tensor:
+        """The parameter: a view of the mapped file where nothing changes, else one allocation."""
+        if len(self.parts) == 1 and not transposed:
+            return self.parts[0].load().to(self.dtype)
+        whole = torch.empty(self.shape[::-1] if transposed else self.shape, dtype=self.dtype)
+        rows = (whole.t() if transposed else whole).split([p.shape[0] for p in self.parts])
+        for place, part in zip(rows, self.parts, strict=True):
+            place.copy_(part.load())
+        return whole
 
 
 def drafter_skeleton(config: DraftConfig) -> Drafter:
