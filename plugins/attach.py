@@ -148,9 +148,8 @@ def _copy_with_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _opset(model: onnx.ModelProto) -> int:
-    return next(
-        entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")
-    )
+    versions = (e.version for e in model.opset_import if e.domain in ("", "ai.onnx"))
+    return int(next(versions))
 
 
 def _logits_output(graph: onnx.GraphProto, name: str | None) -> onnx.ValueInfoProto:
@@ -161,7 +160,7 @@ def _logits_output(graph: onnx.GraphProto, name: str | None) -> onnx.ValueInfoPr
             f"no output {'called logits' if wanted is None else wanted} among {', '.join(names)}; "
             "name the one that holds logits with --logits"
         )
-    output = graph.output[names.index(wanted)]
+    output: onnx.ValueInfoProto = graph.output[names.index(wanted)]
     rank = len(output.type.tensor_type.shape.dim)
     if rank not in (2, 3):
         raise ExportError(f"output {wanted} has rank {rank}; logits are [T, V] or [B, L, V]")

@@ -59,10 +59,9 @@ def GreedyTokens(target_logits, greedy):  # [T, V], bool [T] -> int64 [T]
 def LastWeights(p_row, q_row, rejected_id, rejected):  # [B, V], [B, V], [B, 1], bool [B, 1]
     """What the last token is drawn from: max(p - q, 0) without the rejected token, or p for a bonus."""
     difference = op.Max(p_row - q_row, 0.0)
-    # p(x) < q(x) for a rejected x, whatever rounding says; with a greedy draft q is all on x.
-    residual = op.ScatterElements(
-        difference, rejected_id, op.CastLike(rejected_id * 0, p_row), axis=1
-    )
+    # p(x) < q(x) for a rejected x, whatever rounding says; with a greedy draft q is all on x. NaN stays NaN.
+    nothing = op.GatherElements(q_row, rejected_id, axis=1) * 0.0
+    residual = op.ScatterElements(difference, rejected_id, nothing, axis=1)
     empty = op.ReduceSum(residual, [1], keepdims=1) == 0.0
     return op.Where(op.And(rejected, op.Not(empty)), residual, p_row)
 
