@@ -36,6 +36,10 @@ class CapacityError(RequestError):
     """A sequence, batch or budget is larger than what was allocated or exported."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as the engine accepts; try again later."""
+
+
 class MissingContextError(RequestError):
     """A proposal would attend to context rows that were never appended."""
 

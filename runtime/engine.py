@@ -1,94 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: requests join and leave between rounds, and each round runs drafter and target once.
+"""The engine: requests join and leave between rounds; each round runs drafter and target once.
 
-    draft x_1..x_γ  ->  scheduler picks ℓ_r  ->  target on Σ(1+ℓ_r) rows  ->  verify  ->  commit
-
-Prompts are prefilled in chunks beside decoding requests, within one budget of target rows a step.
+Prompts are prefilled in chunks beside decoding requests, within one budget of target rows a step. What
+fails, ends alone: a request whose logits, masks or backend calls fail gets its reason, the others go on.
 """
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence as Listed
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listed
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Self
 
 from dspark_trt.bundle import Bundle, load_bundle
-from dspark_trt.errors import BundleError, CapacityError, RequestError
+from dspark_trt.errors import BackendError, BundleError, CapacityError, RequestError
+from dspark_trt.runtime.admission import AdmissionLimits, WaitingQueue
 from dspark_trt.runtime.backends import Backend, open_backend
-from dspark_trt.runtime.backends.interface import (
-    BackendOptions,
-    DraftInputs,
-    DraftOutput,
-    TargetOutput,
-    Verification,
-    VerifyInputs,
-)
-from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
-from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenEvent, TokenKind
-from dspark_trt.runtime.rows import RowTable
+from dspark_trt.runtime.backends.interface import BackendOptions, TargetModel
+from dspark_trt.runtime.bypass import Bypass
+from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.drafter_window import DrafterWindow
+from dspark_trt.runtime.metrics import EngineMetrics
+from dspark_trt.runtime.planner import Planner
+from dspark_trt.runtime.prefix_cache import PrefixCache, PrefixRows
+from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenEvent
+from dspark_trt.runtime.rounds import RoundReport, Rounds
 from dspark_trt.runtime.scheduler import Fixed, Scheduler
 from dspark_trt.runtime.sequence import Sequence
 from dspark_trt.runtime.session import load_calibration
+from dspark_trt.runtime.text import TextCodec
 
-Ints = NDArray[np.int64]
 _log = logging.getLogger(__name__)
 
-DEFAULT_TOKENS_PER_STEP = 512
+RoundObserver = Callable[[RoundReport], None]
 
 
-class _Round(NamedTuple):
-    """One target step and what it verified."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Limits of one engine."""
 
-    rows: RaggedRows
-    lengths: Ints  # [B] ℓ_r
-    target: TargetOutput
-    verified: Verification
+    max_batch: int = 8  # requests decoded at the same time
+    max_tokens_per_step: int = 512  # target rows a step, prompts and drafts together
+    max_waiting: int = 1024
+    max_cached_tokens: int | None = None  # positions of all active requests together
+    prefix_cache_bytes: int = 0  # 0: no prefix cache
+    drafter_trained_tokens: int | None = None  # warn beyond it
+    drafter_rebase_tokens: int | None = None  # see DrafterWindow
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise RequestError(f"max_batch must be at least 1, got {self.max_batch}")
+        if self.max_tokens_per_step < self.max_batch:
+            raise RequestError(
+                f"max_tokens_per_step {self.max_tokens_per_step} must be at least max_batch "
+                f"{self.max_batch}: every active request needs one row a step"
+            )
+        if self.drafter_rebase_tokens is not None and self.drafter_rebase_tokens < 2:
+            raise RequestError(
+                f"drafter_rebase_tokens must be at least 2, got {self.drafter_rebase_tokens}"
+            )
+        if self.drafter_rebase_tokens and self.prefix_cache_bytes:
+            raise RequestError(
+                "a prefix cache holds drafter rows by position: it cannot be used with drafter_rebase_tokens"
+            )
 
 
 class Engine:
-    """Runs a bundle's drafter and target for up to `max_batch` requests at a time.
+    """Runs a bundle's drafter and a target for many requests.
 
-    Not thread-safe: one engine, one thread at a time.
+    Not thread-safe: one engine, one thread at a time (`AsyncEngine` gives it a thread of its own).
     """
 
     def __init__(
         self,
         backend: Backend,
+        options: EngineOptions | None = None,
         *,
-        max_batch: int = 8,
-        max_tokens_per_step: int = DEFAULT_TOKENS_PER_STEP,
         scheduler: Scheduler | None = None,
+        cost_table: CostTable | None = None,
+        bypass: Bypass | None = None,
+        target: TargetModel | None = None,
     ) -> None:
-        bundle = backend.bundle
-        if bundle.target is None:
+        bundle, options = backend.bundle, options or EngineOptions()
+        if target is None and bundle.target is None:
             raise BundleError(
-                f"{bundle.path} has no target, so it can only draft (DraftSession). "
-                "Export it again with --target to generate."
-            )
-        if max_batch < 1:
-            raise RequestError(f"max_batch must be at least 1, got {max_batch}")
-        if max_tokens_per_step < max_batch:
-            raise RequestError(
-                f"max_tokens_per_step {max_tokens_per_step} must be at least max_batch {max_batch}: "
-                "every active request needs one row a step"
+                f"{bundle.path} has no target. Export it again with --target, or pass your own target"
             )
         self.bundle = bundle
-        self.max_batch = max_batch
-        self.max_tokens_per_step = max_tokens_per_step
+        self.options = options
         self.gamma = bundle.draft.gamma
-        self.scheduler = scheduler or Fixed(self.gamma)
-        self.calibration = load_calibration(bundle)
-        self._vocab = bundle.target.decoder.vocab_size
-        self._stop_token_ids = bundle.target.stop_token_ids
-        self._drafter = backend.draft_model(max_batch)
-        self._target = backend.target_model(max_batch)
-        self._verifier = backend.verifier(max_batch)
-        self._table = RowTable(rows=max_batch, gamma=self.gamma, tap_size=bundle.draft.tap_size)
-        self._waiting: deque[Sequence] = deque()
-        self._active: list[Sequence] = []  # position is cache row
+        self.metrics = EngineMetrics(self.gamma)
+        self.observers: list[RoundObserver] = [self.metrics.observe]
+        self._vocab = bundle.draft.decoder.vocab_size
+        self._codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
+        self._stop_token_ids = bundle.target.stop_token_ids if bundle.target else ()
+        planner = Planner(
+            scheduler or Fixed(self.gamma),
+            calibration=load_calibration(bundle),
+            slots=options.max_batch,
+            table=cost_table,
+            bypass=bypass,
+        )
+        self._rounds = Rounds(
+            drafter=backend.draft_model(options.max_batch),
+            target=target or backend.target_model(options.max_batch),
+            verifier=backend.verifier(options.max_batch),
+            planner=planner,
+            window=DrafterWindow(
+                slots=options.max_batch,
+                trained_tokens=options.drafter_trained_tokens,
+                rebase_tokens=options.drafter_rebase_tokens,
+            ),
+            max_batch=options.max_batch,
+            max_tokens_per_step=options.max_tokens_per_step,
+            max_context_tokens=bundle.max_context_tokens,
+            vocab=self._vocab,
+            tap_size=bundle.draft.tap_size,
+        )
+        self._waiting = WaitingQueue(
+            AdmissionLimits(
+                waiting=options.max_waiting, cached_tokens=options.max_cached_tokens
+            )
+        )
+        self._prefixes = (
+            PrefixCache(max_bytes=options.prefix_cache_bytes)
+            if options.prefix_cache_bytes
+            else None
+        )
         self._known: dict[int, Sequence] = {}
         self._next_id = 0
 
@@ -98,23 +136,37 @@ class Engine:
         bundle: str | Path | Bundle,
         *,
         backend: str = "onnxruntime",
-        options: BackendOptions | None = None,
-        max_batch: int = 8,
-        max_tokens_per_step: int = DEFAULT_TOKENS_PER_STEP,
+        backend_options: BackendOptions | None = None,
+        options: EngineOptions | None = None,
         scheduler: Scheduler | None = None,
+        cost_table: CostTable | None = None,
+        bypass: Bypass | None = None,
+        target: TargetModel | None = None,
     ) -> Self:
         """Open a bundle for generation.
 
+        Args:
+            bundle: folder, or a loaded bundle.
+            backend: which runs the graphs.
+            backend_options: threads and execution providers.
+            options: limits of the engine.
+            scheduler: picks verification lengths; default: every draft is verified.
+            cost_table: what a step costs on this machine, for the bypass and for status.
+            bypass: stops drafting where it does not pay; needs the cost table.
+            target: a target of your own instead of the bundle's (see `runtime.targets`).
+
         Raises:
-            BundleError: the bundle does not load, or has no target.
+            BundleError: the bundle does not load, or nobody provides a target.
             BackendError: the backend is missing or cannot run it.
         """
         loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
         return cls(
-            open_backend(backend, loaded, options),
-            max_batch=max_batch,
-            max_tokens_per_step=max_tokens_per_step,
+            open_backend(backend, loaded, backend_options),
+            options,
             scheduler=scheduler,
+            cost_table=cost_table,
+            bypass=bypass,
+            target=target,
         )
 
     # Requests ------------------------------------------------------------------------------------
@@ -123,9 +175,24 @@ class Engine:
         """Queue a request; returns its id.
 
         Raises:
-            RequestError: a token outside the vocabulary.
-            CapacityError: the prompt leaves no room for a token.
+            RequestError: a token outside the vocabulary, or text asked of a bundle without tokenizer.
+            CapacityError: the prompt leaves no room for a token, or exceeds `max_cached_tokens`.
+            QueueFullError: too many requests wait.
         """
+        self._check(request)
+        stop = request.params.stop_token_ids
+        sequence = Sequence(
+            self._next_id,
+            request,
+            frozenset(self._stop_token_ids if stop is None else stop),
+            self._codec,
+        )
+        self._waiting.push(sequence, self._positions(sequence))
+        self._next_id += 1
+        self._known[sequence.id] = sequence
+        return sequence.id
+
+    def _check(self, request: Request) -> None:
         limit = self.bundle.max_context_tokens
         if len(request.prompt_ids) >= limit:
             raise CapacityError(
@@ -134,26 +201,31 @@ class Engine:
             )
         for token in request.prompt_ids:
             if not 0 <= token < self._vocab:
-                raise RequestError(f"prompt token {token} is outside the vocabulary of {self._vocab}")
-        stop = request.params.stop_token_ids
-        sequence = Sequence(
-            self._next_id, request, frozenset(self._stop_token_ids if stop is None else stop)
-        )
-        self._next_id += 1
-        self._known[sequence.id] = sequence
-        self._waiting.append(sequence)
-        return sequence.id
+                raise RequestError(
+                    f"prompt token {token} is outside the vocabulary of {self._vocab}"
+                )
+        for token, _ in request.params.logit_bias:
+            if token >= self._vocab:
+                raise RequestError(
+                    f"logit_bias token {token} is outside the vocabulary of {self._vocab}"
+                )
+        if (request.params.logprobs or 0) > self.bundle.top_logprobs:
+            raise RequestError(
+                f"logprobs must be at most {self.bundle.top_logprobs} here, got {request.params.logprobs}"
+            )
+        if request.wants_text and self._codec is None:
+            raise RequestError(
+                "this bundle has no tokenizer: it gives token ids, no text or stop strings"
+            )
+
+    def _positions(self, sequence: Sequence) -> int:
+        return min(sequence.most_tokens, self.bundle.max_context_tokens)
 
     def abort(self, request_id: int) -> None:
         """End a request now, keeping the tokens it has; finished or unknown requests are left alone."""
         sequence = self._known.get(request_id)
-        if sequence is None or sequence.finish_reason is not None:
-            return
-        sequence.finish(FinishReason.ABORTED)
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        else:
-            self._release(sequence)
+        if sequence is not None and sequence.finish_reason is None:
+            self._end(sequence, FinishReason.ABORTED)
 
     def take(self, request_id: int) -> Completion:
         """The finished request's result; the engine forgets it.
@@ -168,23 +240,35 @@ class Engine:
         del self._known[request_id]
         return sequence.completion()
 
+    def events(self, request_id: int) -> list[TokenEvent]:
+        """Events of a request since the last call, oldest first.
+
+        Raises:
+            RequestError: no such request.
+        """
+        sequence = self._known.get(request_id)
+        if sequence is None:
+            raise RequestError(f"request {request_id} is unknown")
+        found = list(sequence.events)
+        sequence.events.clear()
+        return found
+
     def stream(self, request: Request) -> Iterator[TokenEvent]:
         """Submit a request and run rounds until it ends, yielding its tokens as they are committed.
 
         Other requests of the engine advance as well. Closing the iterator aborts the request; `take` with
         an event's `request_id` gives the statistics.
         """
-        sequence = self._known[self.submit(request)]
+        request_id = self.submit(request)
         try:
             while True:
-                while sequence.events:
-                    event = sequence.events.popleft()
+                for event in self.events(request_id):
                     yield event
                     if event.finish_reason is not None:
                         return
                 self.step()
         finally:
-            self.abort(sequence.id)
+            self.abort(request_id)
 
     def generate(self, requests: Listed[Request]) -> list[Completion]:
         """Run requests to their end; results in the order of the requests."""
@@ -195,12 +279,69 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self._rounds.active)
+
+    def status(self) -> dict[str, Any]:
+        """What a dashboard asks: load, speed by stage, acceptance, and what is off and why."""
+        metrics, planner = self.metrics, self._rounds.planner
+        gap = planner.drift.gap()
+        return {
+            "active": len(self._rounds.active),
+            "waiting": len(self._waiting),
+            "rounds": metrics.rounds,
+            "output_tokens": metrics.tokens,
+            "target_rows": metrics.target_rows,
+            "accepted_length": 1 + metrics.accepted_tokens / metrics.drafted_rounds
+            if metrics.drafted_rounds
+            else None,
+            "position_acceptance": [
+                accepted / reached if reached else None
+                for accepted, reached in zip(
+                    metrics.accepted.tolist(), metrics.proposed.tolist(), strict=True
+                )
+            ],
+            "verification_lengths": metrics.lengths.tolist(),
+            "calibration_gap": [float(value) if value == value else None for value in gap],
+            "calibration_drifted": planner.drift.has_drifted(),
+            "stage_seconds": dict(metrics.seconds),
+            "finished": dict(metrics.finished),
+            "prefix_cache": self._prefixes
+            and {
+                "hits": self._prefixes.hits,
+                "misses": self._prefixes.misses,
+                "hit_tokens": self._prefixes.hit_tokens,
+                "bytes": self._prefixes.nbytes,
+            },
+            "scheduler": type(planner.scheduler).__name__,
+            "notes": self._notes(),
+            "options": asdict(self.options),
+        }
+
+    def _notes(self) -> list[str]:
+        """What is missing or switched off, said aloud."""
+        planner, notes = self._rounds.planner, []
+        if self.bundle.draft.confidence == "none":
+            notes.append(
+                "the drafter has no confidence head: schedulers that need one verify every draft"
+            )
+        if planner.table is None:
+            notes.append(
+                "no cost table: drafts are not trimmed by cost and drafting is never bypassed"
+            )
+        if self._codec is None:
+            notes.append("no tokenizer in the bundle: token ids only")
+        return notes
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if rows, slots or cached prefixes do not add up."""
+        self._rounds.check_integrity()
+        if self._prefixes is not None:
+            self._prefixes.check_integrity()
 
     def close(self) -> None:
         """Free the caches. The engine cannot be used afterwards."""
-        for model in (self._drafter, self._target):
-            model.close()
+        self._rounds.drafter.close()
+        self._rounds.target.close()
 
     def __enter__(self) -> Self:
         return self
@@ -212,189 +353,89 @@ class Engine:
 
     def step(self) -> None:
         """Admit what fits, then run one round for every active request."""
-        while self._waiting and len(self._active) < self.max_batch:
-            sequence = self._waiting.popleft()
-            self._table.assign(len(self._active), sequence.request.params)
-            self._active.append(sequence)
-            self._draw_uniforms(len(self._active) - 1)  # for the token behind the prompt
-        if not self._active:
+        for sequence in [*self._waiting, *self._rounds.active]:
+            if sequence.is_overdue:
+                self._end(sequence, FinishReason.TIMEOUT)
+        self._admit()
+        self.metrics.queue(len(self._rounds.active), len(self._waiting))
+        if not self._rounds.active:
             return
-        for row, sequence in enumerate(self._active):
-            if not sequence.is_prefilling:
-                self._draw_uniforms(row)
-        drafted = self._draft()
-        lengths = self._plan(drafted)
-        rows = self._rows(drafted, lengths)
-        target = self._target.step(rows)
-        verified = self._verify(drafted, lengths, target)
-        self._commit(_Round(rows, lengths, target, verified))
+        self._rounds.draw_uniforms()
+        try:
+            self._round(len(self._rounds.active))
+        except BackendError as error:
+            self._isolate(error)
 
-    def _draw_uniforms(self, row: int) -> None:
-        """One round's randomness, from the request's own generator and always as much: its tokens do not
-        depend on its company, nor on how its prompt was chunked.
-        """
-        table, random = self._table, self._active[row].random
-        if table.temperature[row] > 0:
-            table.draft_uniforms[row] = random.random(self.gamma, np.float32)
-            table.verify_uniforms[row] = random.random(self.gamma + 1, np.float32)
-
-    def _drafts(self, sequence: Sequence) -> bool:
-        return sequence.request.speculate and not sequence.is_prefilling
-
-    def _draft(self) -> DraftOutput | None:
-        """One draft step for the rows up to the last that drafts; None where nobody does."""
-        count = max((row + 1 for row, s in enumerate(self._active) if self._drafts(s)), default=0)
-        if not count:
-            return None
-        table = self._table
-        self._drafter.reserve(int((table.draft_len[:count] + table.new_len[:count]).max()))
-        output = self._drafter.draft(
-            DraftInputs(
-                anchor_ids=table.anchor_ids[:count],
-                new_taps=table.new_taps[:count],
-                new_len=table.new_len[:count],
-                context_len=table.draft_len[:count],
-                temperature=table.temperature[:count],
-                uniforms=table.draft_uniforms[:count],
-            )
-        )
-        table.draft_len[:count] += table.new_len[:count]  # they are cached now
-        table.new_len[:count] = 0
-        return output
-
-    def _plan(self, drafted: DraftOutput | None) -> Ints:
-        """Verification lengths `[B]`: what the scheduler picks, within context room and token budget."""
-        batch = len(self._active)
-        lengths = np.zeros(batch, np.int64)
-        if drafted is None:
-            return lengths
-        count = len(drafted.tokens)
-        is_drafting = np.array([self._drafts(s) for s in self._active[:count]])
-        room = self.bundle.max_context_tokens - 1 - self._table.target_len[:count]
-        share = (self.max_tokens_per_step - batch) // int(is_drafting.sum())
-        limits = np.where(is_drafting, np.clip(np.minimum(room, share), 0, self.gamma), 0)
-        scores = drafted.confidence_logits
-        confidence = (
-            np.ones((count, self.gamma)) if scores is None else self.calibration.confidence(scores)
-        )
-        lengths[:count] = self.scheduler.plan(confidence, limits=limits)
-        return lengths
-
-    def _rows(self, drafted: DraftOutput | None, lengths: Ints) -> RaggedRows:
-        """This step's target rows: anchor and drafts of decoding requests, a chunk of each prompt."""
-        decoding = sum(not s.is_prefilling for s in self._active)
-        spare = self.max_tokens_per_step - decoding - int(lengths.sum())
-        prefilling = len(self._active) - decoding
-        tokens: list[Listed[int] | Ints] = []
-        for row, sequence in enumerate(self._active):
-            if sequence.is_prefilling:
-                prefilling -= 1
-                chunk = sequence.request.prompt_ids[sequence.prefilled :][: spare - prefilling]
-                spare -= len(chunk)
-                tokens.append(chunk)
-            elif lengths[row]:
-                assert drafted is not None
-                tokens.append(
-                    np.concatenate(
-                        (self._table.anchor_ids[row : row + 1], drafted.tokens[row, : lengths[row]])
-                    )
-                )
-            else:
-                tokens.append(self._table.anchor_ids[row : row + 1])
-        wants_all = np.array([not s.is_prefilling for s in self._active])
-        return ragged_rows(tokens, self._table.target_len[: len(self._active)], wants_all)
-
-    def _verify(
-        self, drafted: DraftOutput | None, lengths: Ints, target: TargetOutput
-    ) -> Verification:
-        """Every active request verifies its ℓ drafts; a prefilling one has ℓ = 0 on its last row."""
-        batch, table = len(self._active), self._table
-        offsets = np.zeros(batch + 1, np.int64)
-        np.cumsum(1 + lengths, out=offsets[1:])
-        tokens = np.zeros((batch, self.gamma), np.int64)
-        logits = np.zeros((batch, self.gamma, 0), np.float32)
-        if drafted is not None:
-            tokens[: len(drafted.tokens)] = drafted.tokens
-            logits = drafted.logits
-        if len(logits) < batch or not logits.shape[2]:
-            # Rows that did not draft have ℓ = 0: their draft logits are never read, but must exist.
-            padded = np.zeros((batch, self.gamma, self._vocab), np.float32)
-            padded[: len(logits), :, : logits.shape[2]] = logits[:batch]
-            logits = padded
-        return self._verifier.verify(
-            VerifyInputs(
-                target_logits=target.logits,
-                offsets=offsets,
-                draft_tokens=tokens,
-                draft_logits=logits,
-                temperature=table.temperature[:batch],
-                top_k=table.top_k[:batch],
-                top_p=table.top_p[:batch],
-                min_p=table.min_p[:batch],
-                uniforms=table.verify_uniforms[:batch],
-            )
-        )
-
-    def _commit(self, done: _Round) -> None:
-        finished = []
-        for row, sequence in enumerate(self._active):
-            accepted = int(done.verified.accepted[row])
-            taps = done.target.taps[done.rows.offsets[row] : done.rows.offsets[row + 1]]
-            if sequence.is_prefilling:
-                sequence.prefilled += len(taps)
-                self._table.target_len[row] += len(taps)
-                self._drafter.append(row, taps, int(self._table.draft_len[row]))
-                self._table.draft_len[row] += len(taps)
-                if sequence.is_prefilling:
-                    continue
-            if accepted < 0:
-                sequence.finish(
-                    FinishReason.ERROR, "the target's logits are not finite or allow no token"
-                )
-            else:
-                self._commit_tokens(row, sequence, done, accepted, taps)
+    def _round(self, count: int) -> None:
+        prefilling = [s for s in self._rounds.active[:count] if s.is_prefilling]
+        report = self._rounds.run(count)
+        for sequence in prefilling:
+            if not sequence.is_prefilling and sequence.finish_reason is None:
+                self._store_prefix(sequence)
+        for sequence in report.sequences:
             if sequence.finish_reason is not None:
-                finished.append(sequence)
-        for sequence in finished:
-            self._release(sequence)
+                self._leave(sequence)
+        for observe in self.observers:
+            observe(report)
+        self.metrics.calibration_gap(self._rounds.planner.drift.gap().tolist())
 
-    def _commit_tokens(
-        self, row: int, sequence: Sequence, done: _Round, accepted: int, taps: NDArray[np.float32]
-    ) -> None:
-        tokens = done.verified.tokens[row, : accepted + 1].tolist()
-        verified = int(done.lengths[row])
-        own = TokenKind.BONUS if accepted == verified else TokenKind.CORRECTED
-        is_first = not sequence.output
-        sequence.commit(tokens, [TokenKind.DRAFTED] * accepted + [own])
-        if is_first:  # sampled from the prompt's last row: its taps are appended already
-            self._table.anchor_ids[row] = tokens[-1]
+    def _isolate(self, error: BackendError) -> None:
+        """A round failed: run every request alone, and end those that fail again."""
+        _log.warning(
+            "a round of %d requests failed, running each alone: %s",
+            len(self._rounds.active),
+            error,
+        )
+        for sequence in list(self._rounds.active):
+            self._rounds.bring_to_front(sequence)
+            try:
+                self._round(1)
+            except BackendError as own:
+                sequence.finish(FinishReason.ERROR, str(own))
+                self._leave(sequence)
+
+    def _admit(self) -> None:
+        rounds = self._rounds
+        while len(rounds.active) < self.options.max_batch:
+            held = sum(self._positions(s) for s in rounds.active)
+            sequence = self._waiting.pop_if_fits(held, self._positions)
+            if sequence is None:
+                return
+            row = rounds.join(sequence)
+            self._restore_prefix(sequence, row)
+
+    def _restore_prefix(self, sequence: Sequence, row: int) -> None:
+        found = self._prefixes.find(sequence.request.prompt_ids) if self._prefixes else None
+        if found is None:
             return
-        if self._drafts(sequence):
-            stop = sequence.stop_index(tokens[:accepted])
-            sequence.record_round(accepted + 1 if stop is None else stop + 1, verified)
-        self._table.anchor_ids[row] = tokens[-1]
-        self._table.target_len[row] += accepted + 1
-        self._keep_taps(row, taps[: accepted + 1])
-        if sequence.finish_reason is None and sequence.length >= self.bundle.max_context_tokens:
-            sequence.finish(FinishReason.CAPACITY)
+        rounds = self._rounds
+        rounds.target.write_rows(row, found.target)
+        rounds.drafter.write_rows(row, found.drafter)
+        rounds.table.target_len[row] = rounds.table.draft_len[row] = found.length
+        sequence.prefilled = sequence.cached = found.length
 
-    def _keep_taps(self, row: int, taps: NDArray[np.float32]) -> None:
-        """Taps of committed rows wait for the next draft step; too many of them go through `context`."""
-        table = self._table
-        held = int(table.new_len[row])
-        if held + len(taps) > self.gamma + 1:
-            self._drafter.append(row, table.new_taps[row, :held], int(table.draft_len[row]))
-            table.draft_len[row] += held
-            held = 0
-        table.new_taps[row, held : held + len(taps)] = taps
-        table.new_len[row] = held + len(taps)
+    def _store_prefix(self, sequence: Sequence) -> None:
+        if self._prefixes is None:
+            return
+        prompt = sequence.request.prompt_ids
+        length = self._prefixes.usable_length(prompt)
+        if length:
+            row = self._rounds.active.index(sequence)
+            target = self._rounds.target.read_rows(row, length)
+            drafter = self._rounds.drafter.read_rows(row, length)
+            self._prefixes.store(prompt, PrefixRows(length, target, drafter))
 
-    def _release(self, sequence: Sequence) -> None:
-        """Free a row; the last active request moves into it, so that active rows stay a prefix."""
-        row, last = self._active.index(sequence), len(self._active) - 1
-        if row != last:
-            self._drafter.swap_rows(row, last)
-            self._target.swap_rows(row, last)
-            self._table.swap(row, last)
-            self._active[row] = self._active[last]
-        self._active.pop()
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a request between rounds, wherever it is."""
+        sequence.finish(reason)
+        if self._waiting.remove(sequence):
+            self.metrics.finish(reason)
+        else:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.finish_reason is not None
+        self._rounds.leave(sequence)
+        self.metrics.finish(sequence.finish_reason)
+        if sequence.error:
+            _log.warning("request %d failed: %s", sequence.id, sequence.error)

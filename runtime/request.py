@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a caller asks of the engine, and what it gets back."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.bundle import MOST_TOP_LOGPROBS
 from dspark_trt.errors import RequestError
+
+# Given the output so far (tokens of this request, drafts under verification included), which tokens may
+# follow: bool [V]. Called once for every target row of the request.
+AllowedTokens = Callable[[Sequence[int]], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,29 +25,59 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off; over prompt and output, as in Hugging Face
+    presence_penalty: float = 0.0  # over the output, as in OpenAI's API
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
     seed: int | None = None  # None: a fresh one
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None  # None: those of the model
+    stop: tuple[str, ...] = ()  # strings that end the text, themselves left out
     ignore_eos: bool = False  # never stop at a stop token
+    logprobs: int | None = None  # log-probabilities of the tokens, and of so many alternatives
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise RequestError(f"top_k must be at least 0 (0: off), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p must be between 0 and 1, got {self.min_p}")
-        if self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        self._require("temperature", self.temperature >= 0, "finite and at least 0")
+        self._require("top_k", self.top_k >= 0, "at least 0 (0: off)")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        self._require("repetition_penalty", self.repetition_penalty > 0, "finite and above 0")
+        self._require("presence_penalty", True, "finite")
+        self._require("frequency_penalty", True, "finite")
+        self._require("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_TOP_LOGPROBS:
+            raise RequestError(
+                f"logprobs must be between 0 and {MOST_TOP_LOGPROBS}, got {self.logprobs}"
+            )
+        if any(not text for text in self.stop):
+            raise RequestError("a stop string is empty")
+        for token, bias in self.logit_bias:
+            if token < 0 or not isfinite(bias):
+                raise RequestError(f"logit_bias of token {token} must be finite, got {bias}")
+
+    def _require(self, name: str, is_fine: bool, expected: str) -> None:
+        value = getattr(self, name)
+        if not (isfinite(value) and is_fine):
+            raise RequestError(f"{name} must be {expected}, got {value}")
+
+    @property
+    def uses_processors(self) -> bool:
+        """Whether plain temperature, top-k, top-p and min-p are not enough."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.logprobs is not None
+        )
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # a stop token was committed
+    STOP = "stop"  # a stop token or string
     LENGTH = "length"  # max_new_tokens reached
     CAPACITY = "capacity"  # the context is as long as the models allow
     ABORTED = "aborted"
+    TIMEOUT = "timeout"  # the request's own deadline passed
     ERROR = "error"  # see Completion.error
 
 
@@ -51,13 +90,24 @@ class TokenKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities under the target's raw logits."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # most likely tokens, best first
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """Tokens that one round committed for one request; `finish_reason` comes with the last."""
 
     request_id: int
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
+    text: str = ""  # with `detokenize`: text that is certain by now
+    logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +115,12 @@ class RequestStats:
     """Counts of one request. A round is one draft step and the target step that verifies it."""
 
     prompt_tokens: int
+    cached_tokens: int  # of the prompt, taken from the prefix cache
     output_tokens: int
     accepted_lengths: tuple[int, ...]  # per round: accepted drafts plus the target's own token
     verification_lengths: tuple[int, ...]  # per round: ℓ
-    seconds: float  # from admission to the last token
+    seconds: float  # from submission to the last token
+    first_token_seconds: float  # from submission to the first token
     decode_seconds: float  # from the first token to the last
 
     @property
@@ -94,6 +146,8 @@ class Completion:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
+    text: str  # with `detokenize`
+    logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason
     stats: RequestStats
     error: str | None = None
@@ -106,7 +160,21 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     speculate: bool = True
+    detokenize: bool = False  # fill the text of events; stop strings imply it
+    allowed_tokens: AllowedTokens | None = None  # a grammar's mask
+    priority: int = 0  # higher is admitted first; equal ones in order of arrival
+    timeout_s: float | None = None  # from submission to the last token
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise RequestError("the prompt is empty: at least one token is needed")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise RequestError(f"timeout_s must be above 0, got {self.timeout_s}")
+
+    @property
+    def wants_text(self) -> bool:
+        return self.detokenize or bool(self.params.stop)
+
+    @property
+    def uses_processors(self) -> bool:
+        return self.allowed_tokens is not None or self.params.uses_processors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One admitted request: its tokens, randomness and counts. Cache rows and arrays live elsewhere."""
+"""One request inside the engine: its tokens, text, randomness and counts. Cache rows live elsewhere."""
 
 import time
 from collections import deque
@@ -13,70 +13,99 @@ from dspark_trt.runtime.request import (
     RequestStats,
     TokenEvent,
     TokenKind,
+    TokenLogprobs,
 )
+from dspark_trt.runtime.text import StopScanner, TextCodec, TextStream
 
 
 class Sequence:
     """Tokens commit through `commit` alone, which also decides when the request is finished."""
 
-    def __init__(self, request_id: int, request: Request, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        request: Request,
+        stop_token_ids: frozenset[int],
+        codec: TextCodec | None,
+    ) -> None:
         self.id = request_id
         self.request = request
+        self.slot = -1  # while active: names the request for as long as it runs; rows move
         self.prefilled = 0
+        self.cached = 0  # prompt tokens that came from the prefix cache
         self.output: list[int] = []
-        self.kinds: list[TokenKind] = []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.events: deque[TokenEvent] = deque()
         self.random = np.random.default_rng(request.params.seed)
         self._stop = frozenset() if request.params.ignore_eos else stop_token_ids
+        self._stream = TextStream(codec) if codec is not None and request.wants_text else None
+        self._scanner = StopScanner(request.params.stop)
+        self._is_cut = False  # by a stop string: the text ends before it
+        self._text: list[str] = []
+        self._kinds: list[TokenKind] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._accepted_lengths: list[int] = []
         self._verification_lengths: list[int] = []
-        self._started = time.perf_counter()
-        self._first_token = self._last_token = self._started
+        self._submitted = time.perf_counter()
+        self._first_token = self._last_token = self._submitted
 
     @property
     def is_prefilling(self) -> bool:
         return self.prefilled < len(self.request.prompt_ids)
 
     @property
+    def is_overdue(self) -> bool:
+        limit = self.request.timeout_s
+        return limit is not None and time.perf_counter() - self._submitted > limit
+
+    @property
     def length(self) -> int:
         return len(self.request.prompt_ids) + len(self.output)
 
-    def record_round(self, accepted: int, verified: int) -> None:
-        """Count a round of `verified` = ℓ drafts. Accepted drafts behind a stop token do not count, and
-        such a round has no token of the target's own.
+    @property
+    def most_tokens(self) -> int:
+        """Positions it may come to hold."""
+        return len(self.request.prompt_ids) + self.request.params.max_new_tokens
+
+    def record_round(self, tokens: list[int], accepted: int, verified: int) -> None:
+        """Count a round of `verified` = ℓ drafts before its `tokens` are committed. Drafts accepted behind
+        a stop token do not count, and such a round has no token of the target's own.
         """
-        self._accepted_lengths.append(accepted)
+        stop = next(
+            (i for i, token in enumerate(tokens[:accepted]) if token in self._stop), None
+        )
+        self._accepted_lengths.append(accepted + 1 if stop is None else stop + 1)
         self._verification_lengths.append(verified)
 
-    def commit(self, tokens: list[int], kinds: list[TokenKind]) -> list[int]:
-        """Append tokens up to a stop token or `max_new_tokens`; returns those that were kept."""
+    def commit(
+        self,
+        tokens: list[int],
+        kinds: list[TokenKind],
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """Append tokens up to a stop token, a stop string or `max_new_tokens`."""
         room = self.request.params.max_new_tokens - len(self.output)
-        kept = tokens[:room]
-        stop_at = next((i for i, token in enumerate(kept) if token in self._stop), None)
-        if stop_at is not None:
-            kept = kept[: stop_at + 1]
-            self.finish_reason = FinishReason.STOP
-        elif len(kept) == room:
+        text, kept = [], 0
+        for token in tokens[:room]:
+            kept += 1
+            shown, is_stopped = self._decode(token)
+            text.append(shown)
+            if is_stopped or token in self._stop:
+                self.finish_reason = FinishReason.STOP
+                break
+        if self.finish_reason is None and kept == room:
             self.finish_reason = FinishReason.LENGTH
-        now = time.perf_counter()
+        self._last_token = time.perf_counter()
         if not self.output:
-            self._first_token = now
-        self._last_token = now
-        self.output += kept
-        self.kinds += kinds[: len(kept)]
-        self._emit(tuple(kept), tuple(kinds[: len(kept)]))
-        return kept
-
-    def stop_index(self, tokens: list[int]) -> int | None:
-        """Where the first stop token is."""
-        return next((i for i, token in enumerate(tokens) if token in self._stop), None)
+            self._first_token = self._last_token
+        self.output += tokens[:kept]
+        self._emit(tokens[:kept], kinds[:kept], "".join(text), (logprobs or [])[:kept])
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """End without a further token."""
         self.finish_reason, self.error = reason, error
-        self._emit((), ())
+        self._emit([], [], "", [])
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -84,18 +113,49 @@ class Sequence:
             request_id=self.id,
             prompt_ids=self.request.prompt_ids,
             token_ids=tuple(self.output),
-            kinds=tuple(self.kinds),
+            kinds=tuple(self._kinds),
+            text="".join(self._text),
+            logprobs=tuple(self._logprobs),
             finish_reason=self.finish_reason,
             error=self.error,
             stats=RequestStats(
                 prompt_tokens=len(self.request.prompt_ids),
+                cached_tokens=self.cached,
                 output_tokens=len(self.output),
                 accepted_lengths=tuple(self._accepted_lengths),
                 verification_lengths=tuple(self._verification_lengths),
-                seconds=self._last_token - self._started,
+                seconds=self._last_token - self._submitted,
+                first_token_seconds=self._first_token - self._submitted,
                 decode_seconds=self._last_token - self._first_token,
             ),
         )
 
-    def _emit(self, tokens: tuple[int, ...], kinds: tuple[TokenKind, ...]) -> None:
-        self.events.append(TokenEvent(self.id, tokens, kinds, self.finish_reason))
+    def _decode(self, token: int) -> tuple[str, bool]:
+        if self._stream is None:
+            return "", False
+        shown, self._is_cut = self._scanner.push(self._stream.push([token]))
+        return shown, self._is_cut
+
+    def _emit(
+        self,
+        tokens: list[int],
+        kinds: list[TokenKind],
+        text: str,
+        logprobs: list[TokenLogprobs],
+    ) -> None:
+        if self.finish_reason is not None and self._stream is not None and not self._is_cut:
+            text += self._scanner.push(self._stream.flush())[0] + self._scanner.flush()
+        self._text.append(text)
+        self._kinds += kinds
+        self._logprobs += logprobs
+        self.events.append(
+            TokenEvent(
+                self.id,
+                tuple(tokens),
+                tuple(kinds),
+                text,
+                tuple(logprobs),
+                self.finish_reason,
+                self.error,
+            )
+        )

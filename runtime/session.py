@@ -142,7 +142,6 @@ class DraftSession:
         if uniforms is None:
             random = np.random.default_rng(seed)
             uniforms = random.random((count, self.config.gamma), np.float32)
-        self._model.reserve(max(context))
         output = self._model.draft(self._inputs(order, context, anchors, heat, uniforms))
         for slot, rows in zip(order, context, strict=True):
             self._pending[slot].clear()

@@ -16,7 +16,7 @@ class TextCodec:
 
     def __init__(self, bundle: Bundle) -> None:
         folder = bundle.path / TOKENIZER
-        if not (folder / "tokenizer.json").is_file():
+        if not self.is_available(bundle):
             raise BundleError(
                 f"{bundle.path} has no tokenizer.json, so it takes token ids only (--prompt-ids). "
                 "Put the file beside the target's weights and export again."
@@ -34,6 +34,11 @@ class TextCodec:
             if template.is_file()
             else self._config.get("chat_template")
         )
+
+    @staticmethod
+    def is_available(bundle: Bundle) -> bool:
+        """Whether the bundle carries a tokenizer."""
+        return (bundle.path / TOKENIZER / "tokenizer.json").is_file()
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,3 +111,33 @@ class TextStream:
         after = self._codec.decode(self._tokens[self._window :])
         self._window = self._sent = len(self._tokens)
         return after[len(before) :]
+
+
+class StopScanner:
+    """Finds stop strings in text that comes in pieces, holding back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Text that is safe to show, and whether a stop string was found (text ends before it)."""
+        text = self._held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Longest end of `text` that begins `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -13,7 +13,6 @@ from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
-    from dspark_trt.bundle import Bundle
     from dspark_trt.runtime.engine import Engine
     from dspark_trt.runtime.request import Completion, Request, TokenKind
     from dspark_trt.runtime.text import TextCodec
@@ -63,11 +62,12 @@ def command(
     """Generate text for one or more prompts."""
     from dspark_trt.bundle import load_bundle
     from dspark_trt.runtime.backends.interface import BackendOptions
-    from dspark_trt.runtime.engine import Engine
+    from dspark_trt.runtime.engine import Engine, EngineOptions
     from dspark_trt.runtime.request import Request, SamplingParams
+    from dspark_trt.runtime.text import TextCodec
 
     loaded = load_bundle(bundle)
-    codec = _codec(loaded)
+    codec = TextCodec(loaded) if TextCodec.is_available(loaded) else None
     prompts = _prompts(codec, prompt or [], prompts_file, prompt_ids or [], raw)
     params = SamplingParams(
         temperature=temperature,
@@ -83,8 +83,12 @@ def command(
         Request(prompt_ids=ids, params=params, speculate=not no_speculation)
         for _, ids in prompts
     ]
-    options = BackendOptions(threads=threads)
-    with Engine.load(loaded, backend=backend, options=options, max_batch=max_batch) as engine:
+    with Engine.load(
+        loaded,
+        backend=backend,
+        backend_options=BackendOptions(threads=threads),
+        options=EngineOptions(max_batch=max_batch, max_tokens_per_step=max(512, max_batch)),
+    ) as engine:
         started = time.perf_counter()
         if json:
             completions = engine.generate(requests)
@@ -94,16 +98,6 @@ def command(
             return
         completions = _print_answers(engine, codec, prompts, requests, show)
         _print_summary(completions, time.perf_counter() - started)
-
-
-def _codec(bundle: "Bundle") -> "TextCodec | None":
-    from dspark_trt.errors import BundleError
-    from dspark_trt.runtime.text import TextCodec
-
-    try:
-        return TextCodec(bundle)
-    except BundleError:
-        return None  # token ids in, token ids out; a text prompt is refused below
 
 
 def _prompts(

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.export.bundle_from_checkpoints import export_bundle
-from dspark_trt.runtime.engine import Engine
+from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Completion, Request, SamplingParams
 from dspark_trt.runtime.text import TextCodec
 
@@ -25,7 +25,7 @@ def main() -> None:
     codec = TextCodec(bundle)
     prompts = (HERE / "prompts.txt").read_text().splitlines()
     runs = {}
-    with Engine.load(bundle, max_batch=1) as engine:
+    with Engine.load(bundle, options=EngineOptions(max_batch=1)) as engine:
         for speculate in (True, False):
             requests = [
                 Request(

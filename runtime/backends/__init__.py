@@ -40,9 +40,7 @@ class Backend:
         return OrtVerifier(self.bundle, requests, self.options)
 
 
-def open_backend(
-    name: str, bundle: Bundle, options: BackendOptions | None = None
-) -> Backend:
+def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = None) -> Backend:
     """Choose a backend for a bundle.
 
     Raises:
@@ -69,4 +67,8 @@ def _threads_for(bundle: Bundle) -> int:
     """Threads of one step; CPUs this process may use, fewer than the machine has inside a container."""
     if bundle.files[WEIGHTS].size_bytes < _ONE_THREAD_BELOW_BYTES:
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )

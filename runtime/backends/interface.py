@@ -31,6 +31,9 @@ class TargetOutput(NamedTuple):
 class Verification(NamedTuple):
     accepted: Ints  # [B]: -1 where the request is refused (no usable distribution)
     tokens: Ints  # [B, K+1]: accepted drafts, then one more; -1 behind
+    logprobs: Floats | None = None  # [B, K+1], with processors
+    top_tokens: Ints | None = None  # [B, K+1, N]
+    top_logprobs: Floats | None = None  # [B, K+1, N]
 
 
 class DraftInputs(NamedTuple):
@@ -40,6 +43,18 @@ class DraftInputs(NamedTuple):
     context_len: Ints  # [B] cache rows before them
     temperature: Floats  # [B]
     uniforms: Floats  # [B, K]
+
+
+class Processors(NamedTuple):
+    """What changes target logits before sampling; neutral values where a request asks for nothing."""
+
+    logit_bias: Floats  # [B, V]
+    repetition_penalty: Floats  # [B], 1: off
+    presence_penalty: Floats  # [B]
+    frequency_penalty: Floats  # [B]
+    prompt_mask: NDArray[np.bool_]  # [B, V]: occurs in the prompt
+    output_counts: NDArray[np.int32]  # [B, V]: occurrences in the output so far
+    allowed: NDArray[np.bool_]  # [T, V]
 
 
 class VerifyInputs(NamedTuple):
@@ -52,6 +67,10 @@ class VerifyInputs(NamedTuple):
     top_p: Floats  # [B], 1: off
     min_p: Floats  # [B], 0: off
     uniforms: Floats  # [B, K+1]
+    processors: Processors | None = None
+
+
+CacheRows = list[NDArray[np.generic]]  # 2L x [Hkv, rows, D]: one request's cache
 
 
 class CachedModel(Protocol):
@@ -62,6 +81,12 @@ class CachedModel(Protocol):
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two requests' caches."""
+
+    def read_rows(self, row: int, count: int) -> CacheRows:
+        """Copies of a request's first `count` cache rows."""
+
+    def write_rows(self, row: int, saved: CacheRows) -> None:
+        """Put copies back, possibly for another request."""
 
     def close(self) -> None: ...
 

@@ -18,8 +18,10 @@ from dspark_trt.bindings import GraphBindings
 from dspark_trt.bundle import Bundle
 from dspark_trt.config import DecoderConfig
 from dspark_trt.errors import BackendError
+from dspark_trt.plugins.contract import VerifyMode, verify_bindings
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
+    CacheRows,
     DraftInputs,
     DraftOutput,
     Floats,
@@ -146,6 +148,12 @@ class OrtDraftModel:
     def swap_rows(self, first: int, second: int) -> None:
         self._cached.caches.swap(first, second)
 
+    def read_rows(self, row: int, count: int) -> CacheRows:
+        return self._cached.caches.read_rows(row, count)
+
+    def write_rows(self, row: int, saved: CacheRows) -> None:
+        self._cached.caches.write_rows(row, saved)
+
     def append(self, row: int, taps: Floats, start: int) -> None:
         self._cached.caches.reserve(start + len(taps) + self._slack_rows)
         self._cached.bind(self._context, slice(row, row + 1))
@@ -155,6 +163,7 @@ class OrtDraftModel:
 
     def draft(self, inputs: DraftInputs) -> DraftOutput:
         batch = len(inputs.anchor_ids)
+        self.reserve(int((inputs.context_len + inputs.new_len).max()))
         self._cached.bind(self._draft, slice(0, batch))
         tensors = {}
         for name, value in zip(DraftInputs._fields, inputs, strict=True):
@@ -188,6 +197,12 @@ class OrtTargetModel:
     def swap_rows(self, first: int, second: int) -> None:
         self._cached.caches.swap(first, second)
 
+    def read_rows(self, row: int, count: int) -> CacheRows:
+        return self._cached.caches.read_rows(row, count)
+
+    def write_rows(self, row: int, saved: CacheRows) -> None:
+        self._cached.caches.write_rows(row, saved)
+
     def step(self, rows: RaggedRows) -> TargetOutput:
         self.reserve(int(rows.context_len.max()) + rows.pad_index.shape[1])
         self._cached.bind(self._graph, slice(0, rows.batch))
@@ -217,40 +232,57 @@ class OrtTargetModel:
 
 
 class OrtVerifier:
-    """`verify_greedy.onnx` where a whole batch is greedy, else `verify.onnx`."""
+    """The smallest graph that serves a batch: `verify_greedy` where all are greedy, `verify`, or
+    `verify_processed` where a request needs penalties, masks or log-probabilities (loaded on first use).
+    """
 
     def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
+        self._bundle, self._options = bundle, options
         self._sampled = OrtGraph(bundle.graph_path("verify"), options)
         self._greedy = OrtGraph(bundle.graph_path("verify_greedy"), options)
-        self._accepted = np.empty(requests, np.int64)
-        self._tokens = np.empty((requests, bundle.draft.gamma + 1), np.int64)
+        self._processed: OrtGraph | None = None
+        self._outputs = _buffers(_processed_bindings(bundle).outputs, requests)
 
     def verify(self, inputs: VerifyInputs) -> Verification:
         batch = len(inputs.temperature)
-        result = Verification(self._accepted[:batch], self._tokens[:batch])
+        outputs = {name: array[:batch] for name, array in self._outputs.items()}
         tensors: dict[str, Array] = {
             "target_logits": inputs.target_logits,
             "offsets": inputs.offsets,
             "draft_tokens": inputs.draft_tokens,
-            "accepted": result.accepted,
-            "tokens": result.tokens,
+            "accepted": outputs["accepted"],
+            "tokens": outputs["tokens"],
         }
-        if not inputs.temperature.any():
+        if inputs.processors is None and not inputs.temperature.any():
             self._greedy.run(tensors)
-            return result
-        self._sampled.run(
-            tensors
-            | {
-                "draft_logits": inputs.draft_logits,
-                "draft_temperature": inputs.temperature,
-                "temperature": inputs.temperature,
-                "top_k": inputs.top_k,
-                "top_p": inputs.top_p,
-                "min_p": inputs.min_p,
-                "uniforms": inputs.uniforms,
-            }
-        )
-        return result
+            return Verification(outputs["accepted"], outputs["tokens"])
+        tensors |= {
+            "draft_logits": inputs.draft_logits,
+            "draft_temperature": inputs.temperature,
+            "temperature": inputs.temperature,
+            "top_k": inputs.top_k,
+            "top_p": inputs.top_p,
+            "min_p": inputs.min_p,
+            "uniforms": inputs.uniforms,
+        }
+        if inputs.processors is None:
+            self._sampled.run(tensors)
+            return Verification(outputs["accepted"], outputs["tokens"])
+        if self._processed is None:
+            path = self._bundle.graph_path("verify_processed")
+            self._processed = OrtGraph(path, self._options)
+        self._processed.run(tensors | outputs | inputs.processors._asdict())
+        return Verification(**outputs)
+
+
+def _processed_bindings(bundle: Bundle) -> GraphBindings:
+    return verify_bindings(
+        VerifyMode.REJECTION,
+        gamma=bundle.draft.gamma,
+        vocab_size=bundle.draft.decoder.vocab_size,
+        processors=True,
+        top_logprobs=bundle.top_logprobs,
+    )
 
 
 def _without_caches(contract: GraphBindings) -> tuple[bindings.Binding, ...]:

@@ -13,9 +13,9 @@ from dspark_trt.runtime.session import DraftSession
 
 _GENERATE = """
 import sys
-from dspark_trt.runtime.engine import Engine
+from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
-with Engine.load(sys.argv[1], max_batch=2) as engine:
+with Engine.load(sys.argv[1], options=EngineOptions(max_batch=2)) as engine:
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_new_tokens=90, temperature=temperature, ignore_eos=True, seed=1)
         engine.generate([Request(prompt_ids=(1, 5, n), params=params) for n in (7, 8, 9)])

@@ -9,7 +9,7 @@ import pytest
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import CapacityError, RequestError
-from dspark_trt.runtime.engine import Engine
+from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import FinishReason, Request, SamplingParams, TokenKind
 from tests.conftest import DRAFTERS, ExportBundle
 from tests.runtime.golden import golden_json
@@ -29,12 +29,12 @@ def request(prompt_ids: list[int], *, speculate: bool = True, **params: object) 
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle: Bundle) -> Engine:
-    return Engine.load(tiny_bundle, max_batch=8)
+    return Engine.load(tiny_bundle, options=EngineOptions(max_batch=8))
 
 
 @pytest.mark.parametrize("drafter", sorted(DRAFTERS))
 def test_greedy_text_is_the_targets_own(drafter: str, fixture_bundle: ExportBundle) -> None:
-    engine = Engine.load(fixture_bundle(drafter), max_batch=8)
+    engine = Engine.load(fixture_bundle(drafter), options=EngineOptions(max_batch=8))
     done = engine.generate([request(item["prompt_ids"]) for item in GREEDY["items"]])
     for completion, item in zip(done, GREEDY["items"], strict=True):
         assert list(completion.token_ids) == item["output_ids"]
@@ -58,7 +58,7 @@ def test_accepted_lengths_are_the_official_ones(
     The official loop runs one more round where a request's last round fills `max_new_tokens` exactly;
     its tokens are thrown away. We stop there.
     """
-    engine = Engine.load(fixture_bundle(drafter), max_batch=8)
+    engine = Engine.load(fixture_bundle(drafter), options=EngineOptions(max_batch=8))
     official = OFFICIAL["drafters"][drafter]["T=0"]["requests"]
     limit = OFFICIAL["max_new_tokens"]
     done = engine.generate(
@@ -82,7 +82,7 @@ def test_accepted_length_at_temperature_one(
     drafter: str, fixture_bundle: ExportBundle, record_property: Callable[[str, object], None]
 ) -> None:
     """τ over all rounds against the official one, within both standard errors over requests."""
-    engine = Engine.load(fixture_bundle(drafter), max_batch=16)
+    engine = Engine.load(fixture_bundle(drafter), options=EngineOptions(max_batch=16))
     limit = OFFICIAL["max_new_tokens"]
     done = engine.generate(
         [
@@ -94,7 +94,9 @@ def test_accepted_length_at_temperature_one(
     ours = [c.stats.accepted_lengths for c in done]
     theirs = [r["acceptance_lengths"] for r in OFFICIAL["drafters"][drafter]["T=1"]["requests"]]
     (mean, error), (wanted, wanted_error) = _tau(ours), _tau(theirs)
-    record_property("accepted_length", f"{mean:.3f} ± {1.96 * error:.3f}, official {wanted:.3f}")
+    record_property(
+        "accepted_length", f"{mean:.3f} ± {1.96 * error:.3f}, official {wanted:.3f}"
+    )
     assert abs(mean - wanted) < 3 * math.hypot(error, wanted_error)
 
 
@@ -121,8 +123,10 @@ def test_a_batch_equals_single_runs(tiny_bundle: Bundle) -> None:
         )
         for i, item in enumerate(GREEDY["items"][:12])
     ]
-    together = Engine.load(tiny_bundle, max_batch=5, max_tokens_per_step=70).generate(requests)
-    alone = Engine.load(tiny_bundle, max_batch=1)
+    together = Engine.load(
+        tiny_bundle, options=EngineOptions(max_batch=5, max_tokens_per_step=70)
+    ).generate(requests)
+    alone = Engine.load(tiny_bundle, options=EngineOptions(max_batch=1))
     for one, expected in zip(together, (alone.generate([r])[0] for r in requests), strict=True):
         assert one.token_ids == expected.token_ids
         assert one.stats.accepted_lengths == expected.stats.accepted_lengths
@@ -139,7 +143,9 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_text(engine: Engine) -> 
         cut = engine.generate([request(prompt, max_new_tokens=40, stop_token_ids=stops)])[0]
         assert cut.token_ids == free.token_ids[: at + 1]
         assert cut.finish_reason is FinishReason.STOP
-        assert sum(cut.stats.accepted_lengths) == at  # all but the first token, none behind the stop
+        assert (
+            sum(cut.stats.accepted_lengths) == at
+        )  # all but the first token, none behind the stop
     ignored = request(prompt, max_new_tokens=40, stop_token_ids=(stop,), ignore_eos=True)
     assert engine.generate([ignored])[0].token_ids == free.token_ids
 
@@ -174,7 +180,7 @@ def test_closing_a_stream_aborts_the_request(engine: Engine) -> None:
 
 
 def test_aborting_any_time_leaves_the_others_alone(tiny_bundle: Bundle) -> None:
-    engine = Engine.load(tiny_bundle, max_batch=3)
+    engine = Engine.load(tiny_bundle, options=EngineOptions(max_batch=3))
     items = GREEDY["items"][:6]
     ids = [engine.submit(request(item["prompt_ids"])) for item in items]
     engine.step()
@@ -217,14 +223,20 @@ def test_the_context_ends_where_the_models_end(engine: Engine) -> None:
 def test_refusals(engine: Engine) -> None:
     with pytest.raises(RequestError, match="the prompt is empty"):
         request([])
-    with pytest.raises(CapacityError, match="the prompt has 1024 tokens; this bundle holds 1024"):
+    with pytest.raises(
+        CapacityError, match="the prompt has 1024 tokens; this bundle holds 1024"
+    ):
         engine.submit(request([5] * 1024))
-    with pytest.raises(RequestError, match="prompt token 2048 is outside the vocabulary of 2048"):
+    with pytest.raises(
+        RequestError, match="prompt token 2048 is outside the vocabulary of 2048"
+    ):
         engine.submit(request([5, 2048]))
     with pytest.raises(RequestError, match="max_new_tokens must be at least 1, got 0"):
         request([5], max_new_tokens=0)
     with pytest.raises(RequestError, match=r"top_p must be above 0 and at most 1, got 1\.5"):
         request([5], top_p=1.5)
-    with pytest.raises(RequestError, match="temperature must be finite and at least 0, got nan"):
+    with pytest.raises(
+        RequestError, match="temperature must be finite and at least 0, got nan"
+    ):
         request([5], temperature=math.nan)
     assert not engine.has_work

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decoding round for the active requests.
+
+    draft x_1..x_γ  ->  plan ℓ_r  ->  target on Σ(1+ℓ_r) rows  ->  verify  ->  commit
+
+Active requests are the first rows of every cache, so bindings never move. A round works on the first
+`count` of them: all, as a rule, and one alone when a failure has to be pinned on a request.
+"""
+
+import time
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.errors import BackendError, RequestError
+from dspark_trt.runtime.backends.interface import (
+    DraftInputs,
+    DraftModel,
+    DraftOutput,
+    Processors,
+    TargetModel,
+    TargetOutput,
+    Verification,
+    Verifier,
+    VerifyInputs,
+)
+from dspark_trt.runtime.drafter_window import DrafterWindow
+from dspark_trt.runtime.planner import PlannedRound, Planner
+from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
+from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
+from dspark_trt.runtime.rows import ProcessorTable, RowTable
+from dspark_trt.runtime.sequence import Sequence
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+STAGES = ("draft", "schedule", "target", "verify", "commit")
+
+
+class Stages:
+    """Seconds of a round by stage."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._since = time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._since
+        self._since = now
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What a round did, for metrics and traces. B requests, in row order."""
+
+    sequences: tuple[Sequence, ...]
+    decoding: Bools  # [B]: not prefilling
+    drafted: Bools  # [B]
+    lengths: Ints  # [B] ℓ_r
+    accepted: Ints  # [B] accepted drafts; 0 where a request is prefilling
+    committed: Ints  # [B] tokens
+    target_rows: int
+    confidence_logits: NDArray[np.float32] | None  # [B', K] of the first B' rows
+    planned: PlannedRound | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class _Draft(NamedTuple):
+    """A draft step over the first rows, up to the last that drafts."""
+
+    output: DraftOutput
+    drafted: Bools  # [count]: rows whose drafts are meant
+
+
+class Rounds:
+    """The models of one engine, their caches, and who sits in which row."""
+
+    def __init__(
+        self,
+        *,
+        drafter: DraftModel,
+        target: TargetModel,
+        verifier: Verifier,
+        planner: Planner,
+        window: DrafterWindow,
+        max_batch: int,
+        max_tokens_per_step: int,
+        max_context_tokens: int,
+        vocab: int,
+        tap_size: int,
+    ) -> None:
+        self.active: list[Sequence] = []  # position is cache row
+        self.planner = planner
+        self.drafter, self.target = drafter, target
+        self.table = RowTable(rows=max_batch, gamma=planner.gamma, tap_size=tap_size)
+        self._verifier = verifier
+        self._window = window
+        self._gamma = planner.gamma
+        self._vocab = vocab
+        self._max_tokens_per_step = max_tokens_per_step
+        self._max_context_tokens = max_context_tokens
+        self._processors: ProcessorTable | None = None
+        self._no_draft_logits = np.zeros((max_batch, self._gamma, 0), np.float32)
+        self._free_slots = list(range(max_batch))
+
+    # Rows ----------------------------------------------------------------------------------------
+
+    def join(self, sequence: Sequence) -> int:
+        """Give a request the next row."""
+        row = len(self.active)
+        self.active.append(sequence)
+        sequence.slot = self._free_slots.pop()
+        self.planner.joined(sequence.slot)
+        self._window.joined(sequence.slot)
+        self.table.assign(row, sequence.request.params)
+        if self._processors is None and sequence.request.uses_processors:
+            rows = len(self.table.anchor_ids)
+            self._processors = ProcessorTable(rows=rows, vocab=self._vocab)
+            for other, owner in enumerate(self.active[:-1]):
+                self._processors.assign(other, owner.request, owner.output)
+        if self._processors is not None:
+            self._processors.assign(row, sequence.request, sequence.output)
+        self._draw_uniforms(row)  # for the token behind the prompt
+        return row
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free a row; the last active request moves into it, so that active rows stay a prefix."""
+        self._swap(self.active.index(sequence), len(self.active) - 1)
+        self.active.pop()
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if slots were lost or handed out twice."""
+        taken = [sequence.slot for sequence in self.active]
+        assert sorted(taken + self._free_slots) == list(range(len(self.table.anchor_ids)))
+
+    def _swap(self, first: int, second: int) -> None:
+        if first == second:
+            return
+        self.drafter.swap_rows(first, second)
+        self.target.swap_rows(first, second)
+        self.table.swap(first, second)
+        if self._processors is not None:
+            self._processors.swap(first, second)
+        self.active[first], self.active[second] = self.active[second], self.active[first]
+
+    def bring_to_front(self, sequence: Sequence) -> None:
+        self._swap(0, self.active.index(sequence))
+
+    # Randomness ----------------------------------------------------------------------------------
+
+    def draw_uniforms(self) -> None:
+        """Randomness of one round for every decoding request, once a round even if it is run again."""
+        for row, sequence in enumerate(self.active):
+            if not sequence.is_prefilling:
+                self._draw_uniforms(row)
+
+    def _draw_uniforms(self, row: int) -> None:
+        """From the request's own generator and always as much: its tokens do not depend on its company,
+        nor on how its prompt was chunked.
+        """
+        table, random = self.table, self.active[row].random
+        if table.temperature[row] > 0:
+            table.draft_uniforms[row] = random.random(self._gamma, np.float32)
+            table.verify_uniforms[row] = random.random(self._gamma + 1, np.float32)
+
+    # A round -------------------------------------------------------------------------------------
+
+    def run(self, count: int) -> RoundReport:
+        """One round of the first `count` requests; finished ones are still in their rows afterwards.
+
+        Raises:
+            BackendError: a model failed. Nothing was committed and the round can be run again.
+        """
+        stages = Stages()
+        decoding = np.array([not s.is_prefilling for s in self.active[:count]])
+        draft = self._draft(count)
+        stages.end("draft")
+        planned, lengths = self._plan(count, draft)
+        stages.end("schedule")
+        tokens = self._tokens(count, draft, lengths)
+        rows = ragged_rows(tokens, self.table.target_len[:count], decoding)
+        target = self.target.step(rows)
+        stages.end("target")
+        verified = self._verify(count, draft, lengths, rows, target)
+        stages.end("verify")
+        before = [len(s.output) for s in self.active[:count]]
+        accepted = np.where(decoding, np.maximum(verified.accepted, 0), 0)
+        drafted = np.zeros(count, np.bool_)
+        if draft is not None:
+            drafted[: len(draft.drafted)] = draft.drafted
+        for row in range(count):
+            taps = target.taps[rows.offsets[row] : rows.offsets[row + 1]]
+            try:
+                self._commit(row, verified, int(lengths[row]), bool(drafted[row]), taps)
+            except (
+                BackendError
+            ) as error:  # its taps were refused: others have committed already
+                self.active[row].finish(FinishReason.ERROR, str(error))
+        slots = np.array([s.slot for s in self.active[:count]])
+        self.planner.learn(
+            slots, drafted, planned, lengths, accepted, self._mean_context(count)
+        )
+        stages.end("commit")
+        committed = [len(s.output) for s in self.active[:count]]
+        return RoundReport(
+            sequences=tuple(self.active[:count]),
+            decoding=decoding,
+            drafted=drafted,
+            lengths=lengths,
+            accepted=accepted,
+            committed=np.array(committed) - before,
+            target_rows=len(rows.token_ids),
+            confidence_logits=None if draft is None else draft.output.confidence_logits,
+            planned=planned,
+            seconds=stages.seconds,
+        )
+
+    def _mean_context(self, count: int) -> float:
+        return float(self.table.target_len[:count].mean())
+
+    def _draft(self, count: int) -> _Draft | None:
+        """One draft step over the rows up to the last that drafts; None where nobody does."""
+        slots = np.array([s.slot for s in self.active[:count]])
+        may = np.array(
+            [s.request.speculate and not s.is_prefilling for s in self.active[:count]]
+        )
+        drafted = may & self.planner.drafting(slots)
+        if not drafted.any():
+            return None
+        batch = int(drafted.nonzero()[0][-1]) + 1
+        table = self.table
+        output = self.drafter.draft(
+            DraftInputs(
+                anchor_ids=table.anchor_ids[:batch],
+                new_taps=table.new_taps[:batch],
+                new_len=table.new_len[:batch],
+                context_len=table.draft_len[:batch],
+                temperature=table.temperature[:batch],
+                uniforms=table.draft_uniforms[:batch],
+            )
+        )
+        table.draft_len[:batch] += table.new_len[:batch]  # they are cached now
+        table.new_len[:batch] = 0
+        return _Draft(output, drafted[:batch])
+
+    def _plan(self, count: int, draft: _Draft | None) -> tuple[PlannedRound | None, Ints]:
+        """Verification lengths `[B]`: the scheduler's, within context room and token budget."""
+        lengths = np.zeros(count, np.int64)
+        if draft is None:
+            return None, lengths
+        rows = np.flatnonzero(draft.drafted)
+        room = self._max_context_tokens - 1 - self.table.target_len[rows]
+        share = (self._max_tokens_per_step - len(self.active)) // len(rows)
+        limits = np.clip(np.minimum(room, share), 0, self._gamma)
+        scores = draft.output.confidence_logits
+        planned = self.planner.plan(
+            np.array([self.active[row].slot for row in rows]),
+            None if scores is None else scores[rows],
+            limits,
+            self._mean_context(count),
+        )
+        lengths[rows] = planned.lengths
+        return planned, lengths
+
+    def _tokens(
+        self, count: int, draft: _Draft | None, lengths: Ints
+    ) -> list[Listed[int] | Ints]:
+        """Target rows of each request: anchor and drafts, or a chunk of the prompt."""
+        spare = self._max_tokens_per_step - int(lengths.sum())
+        spare -= sum(not s.is_prefilling for s in self.active)
+        waiting = sum(s.is_prefilling for s in self.active)  # each needs a row at least
+        tokens: list[Listed[int] | Ints] = []
+        for row, sequence in enumerate(self.active[:count]):
+            if sequence.is_prefilling:
+                waiting -= 1
+                chunk = sequence.request.prompt_ids[sequence.prefilled :][: spare - waiting]
+                spare -= len(chunk)
+                tokens.append(chunk)
+                continue
+            anchor = self.table.anchor_ids[row : row + 1]
+            if draft is not None and lengths[row]:
+                drafts = draft.output.tokens[row, : lengths[row]]
+                tokens.append(np.concatenate((anchor, drafts)))
+            else:
+                tokens.append(anchor)
+        return tokens
+
+    def _verify(
+        self,
+        count: int,
+        draft: _Draft | None,
+        lengths: Ints,
+        rows: RaggedRows,
+        target: TargetOutput,
+    ) -> Verification:
+        """Every request verifies its ℓ drafts; a prefilling one has ℓ = 0 on its last row."""
+        table = self.table
+        offsets = np.zeros(count + 1, np.int64)
+        np.cumsum(1 + lengths, out=offsets[1:])
+        tokens = np.zeros((count, self._gamma), np.int64)
+        if draft is not None:
+            tokens[: len(draft.output.tokens)] = draft.output.tokens
+        return self._verifier.verify(
+            VerifyInputs(
+                target_logits=target.logits,
+                offsets=offsets,
+                draft_tokens=tokens,
+                draft_logits=self._draft_logits(count, draft),
+                temperature=table.temperature[:count],
+                top_k=table.top_k[:count],
+                top_p=table.top_p[:count],
+                min_p=table.min_p[:count],
+                uniforms=table.verify_uniforms[:count],
+                processors=self._processed(count, offsets, tokens, lengths),
+            )
+        )
+
+    def _draft_logits(self, count: int, draft: _Draft | None) -> Floats:
+        """The drafter's own buffer, or a larger one where the last rows did not draft: they have ℓ = 0, so
+        what stands there is never read.
+        """
+        if draft is not None and len(draft.output.logits) == count:
+            return draft.output.logits
+        if not self.table.temperature[:count].any() and self._processors is None:
+            return self._no_draft_logits[:count]  # greedy verification reads no logits
+        padded = np.zeros((count, self._gamma, self._vocab), np.float32)
+        if draft is not None:
+            padded[: len(draft.output.logits)] = draft.output.logits
+        return padded
+
+    def _processed(
+        self, count: int, offsets: Ints, tokens: Ints, lengths: Ints
+    ) -> Processors | None:
+        """Inputs of the processed graph, if a request of this round needs it."""
+        table = self._processors
+        if table is None or not any(s.request.uses_processors for s in self.active[:count]):
+            return None
+        allowed = np.ones((int(offsets[-1]), self._vocab), np.bool_)
+        for row, sequence in enumerate(self.active[:count]):
+            if sequence.request.allowed_tokens is not None:
+                drafts = tokens[row, : lengths[row]].tolist()
+                self._fill_mask(sequence, drafts, allowed[offsets[row] : offsets[row + 1]])
+        return Processors(
+            logit_bias=table.logit_bias[:count],
+            repetition_penalty=table.repetition_penalty[:count],
+            presence_penalty=table.presence_penalty[:count],
+            frequency_penalty=table.frequency_penalty[:count],
+            prompt_mask=table.prompt_mask[:count],
+            output_counts=table.output_counts[:count],
+            allowed=allowed,
+        )
+
+    def _fill_mask(self, sequence: Sequence, drafts: list[int], allowed: Bools) -> None:
+        """A request's masks, place by place; behind a forbidden draft nothing is looked at. The caller's
+        code runs here: what it raises ends its own request only.
+        """
+        mask = sequence.request.allowed_tokens
+        assert mask is not None
+        for place in range(len(allowed)):
+            try:
+                row = np.asarray(mask([*sequence.output, *drafts[:place]]), np.bool_)
+                if row.shape != (self._vocab,):
+                    raise RequestError(
+                        f"the mask has shape {row.shape}, expected ({self._vocab},)"
+                    )
+            except Exception as error:
+                sequence.finish(FinishReason.ERROR, f"allowed_tokens failed: {error}")
+                return
+            allowed[place] = row
+            if place < len(drafts) and not row[drafts[place]]:
+                return
+
+    # Committing ----------------------------------------------------------------------------------
+
+    def _commit(
+        self, row: int, verified: Verification, length: int, drafted: bool, taps: Floats
+    ) -> None:
+        sequence, table = self.active[row], self.table
+        if sequence.finish_reason is not None:  # failed while its masks were made
+            return
+        accepted = int(verified.accepted[row])
+        was_prefilling = sequence.is_prefilling
+        if was_prefilling:
+            sequence.prefilled += len(taps)
+            table.target_len[row] += len(taps)
+            self._append_taps(row, taps)
+            self._rebase(row, taps)
+            if sequence.is_prefilling:
+                return
+        if accepted < 0:
+            reason = "the target's logits are not finite or allow no token"
+            sequence.finish(FinishReason.ERROR, reason)
+            return
+        tokens = verified.tokens[row, : accepted + 1].tolist()
+        own = TokenKind.BONUS if accepted == length else TokenKind.CORRECTED
+        if drafted:
+            sequence.record_round(tokens, accepted, length)
+        sequence.commit(
+            tokens, [TokenKind.DRAFTED] * accepted + [own], _logprobs(sequence, verified, row)
+        )
+        table.anchor_ids[row] = tokens[-1]
+        if self._processors is not None:
+            self._processors.count(row, tokens)
+        if not was_prefilling:
+            table.target_len[row] += accepted + 1
+            self._keep_taps(row, taps[: accepted + 1])
+            self._rebase(row, taps[: accepted + 1])
+        if sequence.finish_reason is None and sequence.length >= self._max_context_tokens:
+            sequence.finish(FinishReason.CAPACITY)
+
+    def _keep_taps(self, row: int, taps: Floats) -> None:
+        """Taps of committed rows wait for the next draft step; too many of them go through `context`."""
+        table = self.table
+        held = int(table.new_len[row])
+        if held + len(taps) > self._gamma + 1:
+            self._append_taps(row, table.new_taps[row, :held])
+            held = 0
+        table.new_taps[row, held : held + len(taps)] = taps
+        table.new_len[row] = held + len(taps)
+
+    def _append_taps(self, row: int, taps: Floats) -> None:
+        self.drafter.append(row, taps, int(self.table.draft_len[row]))
+        self.table.draft_len[row] += len(taps)
+        self.table.new_len[row] = 0
+
+    def _rebase(self, row: int, new_taps: Floats) -> None:
+        """Start the drafter's context again from its latest rows where it outgrew its window."""
+        table, slot = self.table, self.active[row].slot
+        self._window.remember(slot, new_taps)
+        latest = self._window.rebased(slot, int(table.draft_len[row] + table.new_len[row]))
+        if latest is not None:
+            self.drafter.append(row, latest, 0)
+            table.draft_len[row], table.new_len[row] = len(latest), 0
+
+
+def _logprobs(
+    sequence: Sequence, verified: Verification, row: int
+) -> list[TokenLogprobs] | None:
+    wanted = sequence.request.params.logprobs
+    if wanted is None:
+        return None
+    assert verified.logprobs is not None
+    assert verified.top_tokens is not None
+    assert verified.top_logprobs is not None
+    return [
+        TokenLogprobs(
+            float(value), tuple(zip(ids[:wanted].tolist(), tops[:wanted].tolist(), strict=True))
+        )
+        for value, ids, tops in zip(
+            verified.logprobs[row],
+            verified.top_tokens[row],
+            verified.top_logprobs[row],
+            strict=True,
+        )
+    ]
