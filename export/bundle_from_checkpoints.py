@@ -4,6 +4,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import onnx_ir as ir
 from dspark_trt import __version__
 from dspark_trt.bundle import (
     DTYPES,
-    MOST_TOP_LOGPROBS,
     MANIFEST,
+    MOST_TOP_LOGPROBS,
     TOKENIZER,
     WEIGHTS,
     Bundle,
@@ -144,15 +145,15 @@ def _write_verifiers(draft: DraftCheckpoint, folder: Path) -> None:
     from dspark_trt.plugins.contract import VerifyMode
     from dspark_trt.plugins.verify_model import verify_model
 
-    size = {"gamma": draft.config.gamma, "vocab_size": draft.config.decoder.vocab_size}
+    make = partial(
+        verify_model, gamma=draft.config.gamma, vocab_size=draft.config.decoder.vocab_size
+    )
+    alternatives = min(MOST_TOP_LOGPROBS, draft.config.decoder.vocab_size)
     models = {
-        "verify": verify_model(mode=VerifyMode.REJECTION, **size),
-        "verify_greedy": verify_model(mode=VerifyMode.GREEDY, **size),
-        "verify_processed": verify_model(
-            mode=VerifyMode.REJECTION,
-            processors=True,
-            top_logprobs=min(MOST_TOP_LOGPROBS, size["vocab_size"]),
-            **size,
+        "verify": make(mode=VerifyMode.REJECTION),
+        "verify_greedy": make(mode=VerifyMode.GREEDY),
+        "verify_processed": make(
+            mode=VerifyMode.REJECTION, processors=True, top_logprobs=alternatives
         ),
     }
     for name, model in models.items():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does every graph of a bundle compute what its torch module computes?
 
-The modules get the bundle's own weights and fresh random inputs; Polygraphy runs the graphs in
-onnxruntime and compares. Verification graphs are compared with their NumPy specification.
+The modules get the weights of the checkpoints, or the bundle's own, and fresh random inputs; Polygraphy
+runs the graphs in onnxruntime and compares. Verification graphs are compared with their NumPy specification.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -15,13 +15,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dspark_trt.bundle import Bundle
-from dspark_trt.errors import BackendError
-from dspark_trt.export.graphs import Graph, draft_graphs, target_graph
-from dspark_trt.export.passes import TRANSPOSED_SUFFIX
-from dspark_trt.models.drafter import Drafter
-from dspark_trt.models.loading import drafter_skeleton, fill, target_skeleton
-from dspark_trt.models.target import Target
+from dspark_trt.bundle import Bundle, Source
+from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, source_hash
+from dspark_trt.errors import BackendError, CheckpointError
+from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
+from dspark_trt.export.stored_weights import module_weights
+from dspark_trt.models.loading import (
+    drafter_skeleton,
+    fill,
+    load_drafter,
+    load_target,
+    target_skeleton,
+)
 from dspark_trt.plugins import specification
 
 Arrays = dict[str, NDArray[Any]]
@@ -43,11 +48,24 @@ class OutputParity:
     passed: bool
 
 
-def check_parity(bundle: Bundle, *, seed: int = 0) -> Iterator[OutputParity]:
+def check_parity(
+    bundle: Bundle,
+    *,
+    draft: DraftCheckpoint | None = None,
+    target: TargetCheckpoint | None = None,
+    seed: int = 0,
+) -> Iterator[OutputParity]:
     """Compare graph by graph, yielding results as they come.
+
+    Args:
+        bundle: what to check.
+        draft: checkpoint that the reference takes its weights from; None: the bundle's own weights.
+        target: the same for the target.
+        seed: of the random inputs.
 
     Raises:
         BackendError: onnxruntime's CPU provider cannot run the bundle's precision.
+        CheckpointError: a checkpoint is not the one the bundle was exported from.
     """
     if bundle.dtype not in TOLERANCES:
         raise BackendError(
@@ -56,7 +74,7 @@ def check_parity(bundle: Bundle, *, seed: int = 0) -> Iterator[OutputParity]:
         )
     random = np.random.default_rng(seed)
     tolerance = TOLERANCES[bundle.dtype]
-    for graph in _graphs(bundle):
+    for graph in _graphs(bundle, draft, target):
         inputs = _inputs(graph, random)
         outputs = _run_graph(bundle.graph_path(graph.name), inputs)
         reference = _run_module(graph, inputs)
@@ -70,49 +88,45 @@ def check_parity(bundle: Bundle, *, seed: int = 0) -> Iterator[OutputParity]:
             yield from _compare(name, verify(inputs), outputs, 0.0)
 
 
-def _graphs(bundle: Bundle) -> list[Graph]:
-    """The modules, filled from the initializers of the graphs themselves."""
-    drafter = drafter_skeleton(bundle.draft)
-    fill(drafter, _weights(bundle, ("draft", "context"), drafter))
+def _graphs(
+    bundle: Bundle, draft: DraftCheckpoint | None, target: TargetCheckpoint | None
+) -> list[Graph]:
+    """The modules behind the graphs, with weights."""
+    dtype = TORCH_DTYPES[bundle.dtype]
+    if draft is not None:
+        _check_source(draft, bundle.draft_source)
+        drafter = load_drafter(draft, target, dtype)
+    else:
+        drafter = drafter_skeleton(bundle.draft)
+        fill(drafter, module_weights(bundle, ("draft", "context"), drafter))
     graphs = draft_graphs(drafter, bundle.dtype)
-    if bundle.target is not None:
-        target = target_skeleton(bundle.target, bundle.draft.target_layer_ids)
-        fill(target, _weights(bundle, ("target",), target))
-        graphs.append(target_graph(target, bundle.draft, bundle.dtype))
-    return graphs
+    if bundle.target is None:
+        return graphs
+    layers = bundle.draft.target_layer_ids
+    if target is not None:
+        _check_source(target, bundle.target_source)
+        served = load_target(target, layers, dtype)
+    else:
+        served = target_skeleton(bundle.target, layers)
+        fill(served, module_weights(bundle, ("target",), served))
+    return [*graphs, target_graph(served, bundle.draft, bundle.dtype)]
 
 
-def _weights(
-    bundle: Bundle, graphs: tuple[str, ...], module: Drafter | Target
-) -> Mapping[str, torch.Tensor]:
-    import onnx
-    from onnx.numpy_helper import to_array
-
-    stored: dict[str, torch.Tensor] = {}
-    for name in graphs:
-        model = onnx.load(bundle.graph_path(name))
-        for tensor in model.graph.initializer:
-            value = torch.from_numpy(to_array(tensor).copy())
-            plain = tensor.name.removesuffix(TRANSPOSED_SUFFIX)
-            stored[plain] = value.t() if tensor.name != plain else value
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        source = stored.get(name)
-        if (
-            source is None and name == "lm_head.weight"
-        ):  # tied: one initializer under either name
-            source = stored.get("embed_tokens.weight")
-        if source is None and name == "embed_tokens.weight":
-            source = stored.get("lm_head.weight")
-        if source is None:
-            raise BackendError(f"{bundle.path}: no graph holds the weight {name}")
-        assert source.shape == parameter.shape, name
-        found[name] = source
-    return found
+def _check_source(
+    checkpoint: DraftCheckpoint | TargetCheckpoint, source: Source | None
+) -> None:
+    digest = source_hash(checkpoint)
+    if source is None or digest != source.sha256:
+        expected = (
+            "no target" if source is None else f"{source.name}, sha256 {source.sha256[:12]}…"
+        )
+        raise CheckpointError(
+            f"{checkpoint.path} (sha256 {digest[:12]}…) is not what the bundle was exported from: {expected}"
+        )
 
 
 _SIZES = {
-    "batch": 3, "capacity": 64, "rows": 9, "padded": 4, "logit_rows": 5, "context_rows": 6, "slots": 4,
+    "batch": 3, "capacity": 256, "rows": 9, "padded": 4, "logit_rows": 5, "context_rows": 6, "slots": 4,
 }  # fmt: skip
 
 

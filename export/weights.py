@@ -16,6 +16,7 @@ import torch
 from dspark_trt.export.passes import TRANSPOSED_SUFFIX
 from dspark_trt.models.loading import ParameterSource
 
+DIGEST = "sha256"  # metadata of every weight: the hash of its bytes
 INLINE_BYTES = 1024  # smaller tensors stay in the graph file
 _ALIGNMENT = 4096  # page size: lets a runtime map a tensor in place
 
@@ -56,11 +57,15 @@ class WeightFile:
     def _write(self, name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
         shape, dtype = ir.Shape(tensor.shape), _IR_DTYPES[tensor.dtype]
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
+        digest = hashlib.sha256(raw.data).hexdigest()
+        metadata = {DIGEST: digest}
         if raw.nbytes < INLINE_BYTES:
             return ir.Tensor(
-                raw.view(dtype.numpy()).reshape(tuple(tensor.shape)), dtype=dtype, name=name
+                raw.view(dtype.numpy()).reshape(tuple(tensor.shape)),
+                dtype=dtype,
+                name=name,
+                metadata_props=metadata,
             )
-        digest = hashlib.sha256(raw.data).hexdigest()
         if digest not in self._by_content:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))
             self._by_content[digest] = (self._stream.tell(), raw.nbytes)
@@ -68,5 +73,11 @@ class WeightFile:
         offset, length = self._by_content[digest]
         self._on_bytes(raw.nbytes)
         return ir.ExternalTensor(
-            self._location, offset, length, dtype, shape=shape, name=name, base_dir=""
+            self._location,
+            offset,
+            length,
+            dtype,
+            shape=shape,
+            name=name,
+            metadata_props=metadata,
         )

@@ -55,7 +55,8 @@ class TensorRef:
         """
         from safetensors import safe_open
 
-        tensor: torch.Tensor = safe_open(self.file, framework="pt").get_tensor(self.key)
+        handle: Any = safe_open(self.file, framework="pt")
+        tensor: torch.Tensor = handle.get_tensor(self.key)
         return tensor
 
     def chunks(self, chunk_bytes: int = 16 << 20) -> Iterator[bytes]:
