@@ -5,7 +5,7 @@ The modules get the weights of the checkpoints, or the bundle's own, and fresh r
 runs the graphs in onnxruntime and compares. Verification graphs are compared with their NumPy specification.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -20,6 +20,7 @@ from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, source_hash
 from dspark_trt.errors import BackendError, CheckpointError
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
 from dspark_trt.export.stored_weights import module_weights
+from dspark_trt.export.verify_cases import Arrays, verify_cases
 from dspark_trt.models.loading import (
     drafter_skeleton,
     fill,
@@ -27,9 +28,6 @@ from dspark_trt.models.loading import (
     load_target,
     target_skeleton,
 )
-from dspark_trt.plugins import specification
-
-Arrays = dict[str, NDArray[Any]]
 
 # Absolute, for outputs of magnitude up to 8, and in proportion beyond: float32 sums in another order,
 # float16 operands round at 2^-11.
@@ -82,10 +80,9 @@ def check_parity(
             _forget_after_divergence(reference, outputs, tolerance)
         yield from _compare(graph.name, reference, outputs, tolerance)
     if bundle.target is not None:
-        for name, verify in _VERIFIERS.items():
-            inputs = _verify_inputs(bundle, random, greedy=name == "verify_greedy")
-            outputs = _run_graph(bundle.graph_path(name), inputs)
-            yield from _compare(name, verify(inputs), outputs, 0.0)
+        for case in verify_cases(bundle, random):
+            outputs = _run_graph(bundle.graph_path(case.graph), case.inputs)
+            yield from _compare(case.graph, case.expected, outputs, TOLERANCES["float32"])
 
 
 def _graphs(
@@ -235,61 +232,3 @@ def _limit(reference: NDArray[Any], tolerance: float) -> float:
     if reference.dtype.kind == "i":
         return 0.0
     return tolerance * max(1.0, float(np.abs(reference).max()) / _MAGNITUDE)
-
-
-def _verify_inputs(bundle: Bundle, random: np.random.Generator, *, greedy: bool) -> Arrays:
-    batch, gamma, vocab = 4, bundle.draft.gamma, bundle.draft.decoder.vocab_size
-    lengths = np.array([0, 1, gamma, gamma // 2])
-    offsets = np.concatenate([[0], np.cumsum(1 + lengths)]).astype(np.int64)
-    target_logits = 2 * random.standard_normal((int(offsets[-1]), vocab), np.float32)
-    noise = random.standard_normal((batch, gamma, vocab), np.float32)
-    draft_logits = np.stack(
-        [np.resize(target_logits[a:b], (gamma, vocab)) for a, b in _pairs(offsets)]
-    )
-    draft_logits += 0.3 * noise
-    inputs: Arrays = {
-        "target_logits": target_logits,
-        "offsets": offsets,
-        "draft_tokens": draft_logits.argmax(-1),
-    }
-    if not greedy:
-        inputs |= {
-            "draft_logits": draft_logits,
-            "draft_temperature": np.array([0, 0.5, 1, 1], np.float32),
-            "temperature": np.array([0, 0.5, 1, 1], np.float32),
-            "top_k": np.array([0, 0, 20, 0], np.int64),
-            "top_p": np.array([1, 1, 1, 0.9], np.float32),
-            "min_p": np.zeros(batch, np.float32),
-            "uniforms": random.random((batch, gamma + 1), np.float32),
-        }
-    return inputs
-
-
-def _pairs(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    return zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-
-
-def _verify_rejection(inputs: Arrays) -> Arrays:
-    return specification.verify_rejection(**inputs)._asdict()
-
-
-def _verify_greedy(inputs: Arrays) -> Arrays:
-    """Rejection at temperature 0, where nothing but the arg max matters."""
-    batch, gamma = inputs["draft_tokens"].shape
-    zeros, ones = np.zeros(batch, np.float32), np.ones(batch, np.float32)
-    return specification.verify_rejection(
-        **inputs,
-        draft_logits=np.zeros((batch, gamma, inputs["target_logits"].shape[1]), np.float32),
-        draft_temperature=zeros,
-        temperature=zeros,
-        top_k=np.zeros(batch, np.int64),
-        top_p=ones,
-        min_p=zeros,
-        uniforms=np.zeros((batch, gamma + 1), np.float32),
-    )._asdict()
-
-
-_VERIFIERS: dict[str, Callable[[Arrays], Arrays]] = {
-    "verify": _verify_rejection,
-    "verify_greedy": _verify_greedy,
-}
