@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import TableError
 from dspark_trt.files import write_json
+from dspark_trt.runtime.estimator import Estimator
 
 FORMAT = "dspark-calibration-1"
 
@@ -36,6 +37,7 @@ class Calibration:
         float  # prior variance of a request's own logit offset; 0: no online correction
     )
     temperatures: Floats  # [K] what others read: the temperature fit, also beside an affine one
+    estimator: Estimator | None  # makes the logits of a drafter without a confidence head
     figures: Mapping[str, Any] = field(repr=False)  # before/after on held-out requests
 
     def __init__(
@@ -46,6 +48,7 @@ class Calibration:
         method: str,
         temperatures: ArrayLike | None = None,
         request_variance: float = 0.0,
+        estimator: Estimator | None = None,
         figures: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises TableError unless slopes and temperatures are positive, all finite, all length K."""
@@ -66,6 +69,7 @@ class Calibration:
             "offset": offsets,
             "method": method,
             "request_variance": float(request_variance),
+            "estimator": estimator,
             "temperatures": others,
             "figures": dict(figures or {}),
         }.items():
@@ -109,6 +113,7 @@ class Calibration:
             "request_variance": self.request_variance,
             "temperatures": self.temperatures.tolist(),
             "sts_temperatures": self.temperatures.tolist(),
+            "estimator": None if self.estimator is None else self.estimator.weights.tolist(),
             "figures": dict(self.figures),
         }
 
@@ -127,6 +132,7 @@ class Calibration:
                 method=str(data.get("method", "affine")),
                 temperatures=spelled[0] if spelled else None,
                 request_variance=data.get("request_variance", 0.0),
+                estimator=Estimator(weights) if (weights := data.get("estimator")) else None,
                 figures=data.get("figures"),
             )
         if not spelled:
@@ -138,6 +144,9 @@ class Calibration:
 
     def with_figures(self, figures: Mapping[str, Any]) -> Self:
         return type(self).from_json({**self.to_json(), "figures": figures})
+
+    def with_estimator(self, estimator: Estimator) -> Self:
+        return type(self).from_json({**self.to_json(), "estimator": estimator.weights.tolist()})
 
     def require_gamma(self, gamma: int) -> Self:
         """Raise TableError unless this is for ``gamma`` drafted tokens; return it otherwise."""

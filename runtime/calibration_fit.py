@@ -10,6 +10,7 @@ Legend: N rounds, K = γ drafted tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from dspark_trt.errors import TableError
 from dspark_trt.runtime.calibration import Calibration, sigmoid
 from dspark_trt.runtime.calibration_metrics import BINS, by_position, calibration_error, reached
+from dspark_trt.runtime.estimator import UNFITTED, Estimator, probability_features
 from dspark_trt.runtime.online_calibration import (
     RequestOffsets,
     corrected_confidence,
@@ -161,6 +163,35 @@ def fit_logistic(
         if previous - current < 1e-9 * max(1.0, abs(current)):
             break
     return np.asarray(weights, dtype=np.float64)
+
+
+def fit_estimator(traces: Traces) -> Estimator:
+    """Fit the calibration half; TableError if the traces carry no drafter probabilities."""
+    half = traces.fully_verified()
+    half = half.where(half.split == 0)
+    if half.drafted_prob is None or half.top_prob is None:
+        raise TableError(
+            "a drafter without a confidence head needs drafted_prob and top_prob in the traces. "
+            "Collect them anew"
+        )
+    features = probability_features(half.drafted_prob, half.top_prob)
+    mask, arrived = half.accept_prefix_mask, reached(half.accept_prefix_mask)
+    return Estimator(
+        np.stack(
+            [
+                fit_logistic(features[arrived[:, k], k], mask[arrived[:, k], k], UNFITTED)
+                for k in range(half.gamma)
+            ]
+        )
+    )
+
+
+def with_estimated_logits(traces: Traces, estimator: Estimator) -> Traces:
+    """The same rounds with the estimator's logits in place of a head's."""
+    assert traces.drafted_prob is not None
+    assert traces.top_prob is not None
+    logits = estimator.logits(traces.drafted_prob, traces.top_prob)
+    return replace(traces, conf_logits=logits)
 
 
 def _halves(traces: Traces) -> tuple[Traces, Traces]:

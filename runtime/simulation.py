@@ -34,6 +34,10 @@ from dspark_trt.runtime.workload import Workload
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _WARM_UP = 0.1  # share of the rounds that is left out of the figures
+_DRAWN_REQUESTS = 1 << 16
+_MTP_SHARE = (
+    0.5  # one layer and the output head, against five layers, output and sequential head
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Policy:
 
     scheduler: Scheduler
     drafts: bool = True
+    draft_share: float = 1.0  # of the table's draft cost
     sees_outcome: bool = False  # the oracle: its confidences are the outcomes
     bypass: Bypass | None = None
 
@@ -54,7 +59,7 @@ def standard_policies(
     fixed = {f"fixed-{k}": Policy(Fixed(k, most)) for k in range(1, gamma + 1)}
     return {
         "none": Policy(Fixed(0), drafts=False),
-        "mtp-1": Policy(Fixed(1, most)),
+        "mtp-1": Policy(Fixed(1, most), draft_share=_MTP_SHARE),
         **fixed,
         "threshold-0.5": Policy(Threshold(0.5, most)),
         "algorithm1": Policy(Algorithm1(table, max_tokens_per_step=most), bypass=Bypass()),
@@ -106,10 +111,13 @@ class Outcome:
 
 
 class _Slots:
-    """The requests that run, by slot; arrays are [S]."""
+    """The requests that run, by slot; arrays are [S].
+
+    The n-th request to enter is the same under every policy: policies differ by what they do.
+    """
 
     def __init__(self, workload: Workload, load: Load, rng: np.random.Generator) -> None:
-        self.workload, self.load, self.rng = workload, load, rng
+        self.workload, self.load = workload, load
         self.cursor = np.zeros(load.slots, np.int64)
         self.remaining = np.zeros(load.slots, np.int64)
         self.context = np.zeros(load.slots)
@@ -117,22 +125,25 @@ class _Slots:
         self.since = np.zeros(load.slots)
         self.id = np.zeros(load.slots, np.int64)
         self.next_id = 0
+        drawn = (_DRAWN_REQUESTS,)
+        self.first_round = workload.start[rng.integers(workload.start.size, size=drawn)]
+        self.length = rng.geometric(1.0 / load.output_tokens, size=drawn)
+        self.prompt = rng.geometric(1.0 / load.prompt_tokens, size=drawn)
+        self.done = rng.geometric(1.0 / load.output_tokens, size=drawn)
 
     def enter(self, slots: Ints, now: float, *, midway: bool = False) -> None:
-        """New requests take ``slots``; ``midway`` spreads them over their length."""
-        count = slots.size
-        workload, rng = self.workload, self.rng
-        request = rng.integers(workload.start.size, size=count)
-        self.cursor[slots] = workload.start[request]
-        length = rng.geometric(1.0 / self.load.output_tokens, size=count)
-        # A geometric length has no memory: what is left of one midway is distributed as a new one.
-        self.remaining[slots] = self.total[slots] = length
-        prompt = rng.geometric(1.0 / self.load.prompt_tokens, size=count)
-        done = rng.geometric(1.0 / self.load.output_tokens, size=count) if midway else 0
-        self.context[slots] = prompt + done
+        """New requests take ``slots``; ``midway`` as if they had been running for long.
+
+        A geometric length has no memory: what is left of it midway is distributed as a new one.
+        """
+        ids = np.arange(self.next_id, self.next_id + slots.size)
+        self.next_id += slots.size
+        drawn = ids % _DRAWN_REQUESTS
+        self.cursor[slots] = self.first_round[drawn]
+        self.remaining[slots] = self.total[slots] = self.length[drawn]
+        self.context[slots] = self.prompt[drawn] + (self.done[drawn] if midway else 0)
         self.since[slots] = now
-        self.id[slots] = np.arange(self.next_id, self.next_id + count)
-        self.next_id += count
+        self.id[slots] = ids
 
 
 def simulate(
@@ -227,12 +238,9 @@ class _Engine:
         tokens = int(lengths.sum())
         drafting = requests if drafted is None else int(drafted.sum())
         seconds = self.table.seconds(
-            requests + tokens,
-            requests + tokens,
-            requests=requests,
-            drafting=drafting,
-            context_tokens=context,
+            requests + tokens, requests + tokens, requests=requests, context_tokens=context
         )
+        seconds = seconds + self.policy.draft_share * self.table.draft_cost(drafting)
         kept = np.minimum(accepted, lengths)
         if self.policy.bypass is not None and self.bypass is not None and drafted is not None:
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)

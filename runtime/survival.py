@@ -20,7 +20,8 @@ class Candidates(NamedTuple):
     """What a round could verify."""
 
     survival: Floats  # [R, K]; -1 beyond a request's limit: ranks behind every candidate
-    available: int  # how many of them limits and the token budget leave
+    limits: Lengths  # [R] most drafts of each request
+    available: int  # how many candidates limits and the token budget leave
 
 
 def survival_from_confidence(confidence: ArrayLike) -> Floats:  # [R, K] -> [R, K]
@@ -46,7 +47,9 @@ def candidates(
     survival = survival_from_confidence(confidence)
     requests, drafted = survival.shape
     available = survival.size
-    if limits is not None:
+    if limits is None:
+        allowed = np.full(requests, drafted)
+    else:
         # Two ufuncs: np.clip takes several times as long on a handful of requests.
         allowed = np.minimum(np.maximum(np.asarray(limits, dtype=np.int64), 0), drafted)
         if allowed.shape != (requests,):
@@ -59,7 +62,7 @@ def candidates(
                 f"{requests} requests need a token each, max_tokens_per_step is {max_tokens_per_step}"
             )
         available = min(available, max_tokens_per_step - requests)
-    return Candidates(survival, available)
+    return Candidates(survival, allowed, available)
 
 
 def expected_tokens(offered: Candidates) -> Floats:  # -> [available + 1]
@@ -78,9 +81,10 @@ def best_lengths(offered: Candidates, admitted: int) -> Lengths:  # -> [R]
     Survival never rises along a row, so everything above the last admitted value is a prefix of its
     row; equal values are handed out row by row from the left, which keeps every prefix closed.
     """
-    requests = len(offered.survival)
     if admitted <= 0:
-        return np.zeros(requests, dtype=np.int64)
+        return np.zeros_like(offered.limits)
+    if admitted == int(offered.limits.sum()):
+        return offered.limits
     size = offered.survival.size
     last = np.partition(offered.survival, size - admitted, axis=None)[size - admitted]
     lengths = np.add.reduce(offered.survival > last, axis=1)

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from dspark_trt.errors import TableError
-from dspark_trt.runtime.calibration_fit import fit_calibration
+from dspark_trt.runtime.calibration import Calibration
+from dspark_trt.runtime.calibration_fit import (
+    fit_calibration,
+    fit_estimator,
+    with_estimated_logits,
+)
 from dspark_trt.runtime.calibration_metrics import area_under_roc, calibration_error
 from dspark_trt.runtime.estimator import Estimator
 from dspark_trt.runtime.traces import Traces, traces_from_arrays
@@ -39,7 +44,7 @@ def traces() -> Traces:
 
 
 def test_fitted_estimator_ranks_and_is_calibrated_on_held_out_requests(traces: Traces) -> None:
-    estimator = Estimator.fitted(traces)
+    estimator = fit_estimator(traces)
     held_out = traces.where(traces.split == 1)
     assert held_out.drafted_prob is not None
     assert held_out.top_prob is not None
@@ -50,15 +55,8 @@ def test_fitted_estimator_ranks_and_is_calibrated_on_held_out_requests(traces: T
 
 
 def test_its_logits_take_the_place_of_a_head(traces: Traces) -> None:
-    assert traces.drafted_prob is not None
-    assert traces.top_prob is not None
-    logits = Estimator.unfitted(4).logits(traces.drafted_prob, traces.top_prob)
-    with_logits = traces_from_arrays(
-        conf_logits=logits,
-        accept_prefix_mask=traces.accept_prefix_mask,
-        request_id=traces.request_id,
-    )
-    figures = fit_calibration(with_logits).figures
+    estimated = with_estimated_logits(traces, Estimator.unfitted(4))
+    figures = fit_calibration(estimated).figures
     assert np.mean(figures["after"]["ece"]) < 0.03
     assert np.mean(figures["before"]["ece"]) > np.mean(figures["after"]["ece"])
 
@@ -69,28 +67,23 @@ def test_unfitted_uses_the_drafted_tokens_probability() -> None:
     assert np.isfinite(logits).all()
 
 
-def test_saved_estimators_come_back(tmp_path: Path, traces: Traces) -> None:
-    estimator = Estimator.fitted(traces)
-    estimator.save(tmp_path / "estimator.json")
-    assert np.array_equal(
-        Estimator.load(tmp_path / "estimator.json").weights, estimator.weights
-    )
+def test_it_is_saved_with_the_calibration(tmp_path: Path, traces: Traces) -> None:
+    estimator = fit_estimator(traces)
+    Calibration.identity(4).with_estimator(estimator).save(tmp_path / "calibration.json")
+    loaded = Calibration.load(tmp_path / "calibration.json").estimator
+    assert loaded is not None
+    assert np.array_equal(loaded.weights, estimator.weights)
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals() -> None:
     plain = traces_from_arrays(
         conf_logits=np.zeros((2, 1)), accept_prefix_mask=np.zeros((2, 1)), request_id=[0, 1]
     )
     with pytest.raises(TableError, match="needs drafted_prob and top_prob"):
-        Estimator.fitted(plain)
+        fit_estimator(plain)
     with pytest.raises(TableError, match="for 2 drafted tokens, got 3"):
         Estimator.unfitted(2).logits(np.full((1, 3), 0.5), np.full((1, 3), 0.5))
     with pytest.raises(TableError, match=r"must be \[R, K\] twice"):
         Estimator.unfitted(2).logits(np.full((1, 2), 0.5), np.full((1, 3), 0.5))
     with pytest.raises(TableError, match=r"finite \[K, 3\]"):
         Estimator(np.full((2, 3), np.nan))
-    (tmp_path / "estimator.json").write_text("{}")
-    with pytest.raises(TableError, match="expected an estimator of format"):
-        Estimator.load(tmp_path / "estimator.json")
-    with pytest.raises(TableError, match="cannot read estimator"):
-        Estimator.load(tmp_path / "nothing.json")
