@@ -13,7 +13,7 @@ Legend: R requests of a round, S slots.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,26 +21,15 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 
-class Account(NamedTuple):
-    """Drafted rounds; arrays over slots, or of shape [] for all requests. Sums are decayed."""
+class BypassState(NamedTuple):
+    """Accounts of S slots and, last, of all requests, [S + 1]; updates return a new value."""
 
-    rounds: Floats
-    gain: Floats  # Σ (accepted − spent)
-    squares: Floats  # Σ (accepted − spent)²
+    rounds: Floats  # decayed number of drafted rounds
+    gain: Floats  # decayed Σ (accepted − spent)
+    squares: Floats  # decayed Σ (accepted − spent)²
     wait: Floats  # plain rounds until the next probe
     backoff: Floats  # log2 of how much longer the next wait is; a probe adds what it failed to return
-
-    @classmethod
-    def unpacked(cls, columns: Floats) -> Self:  # [5, ...]
-        rounds, gain, squares, wait, backoff = columns
-        return cls(rounds, gain, squares, wait, backoff)
-
-
-class BypassState(NamedTuple):
-    """Accounts of every slot's request and of all requests; updates return a new value."""
-
-    own: Account  # [S]
-    shared: Account  # []
+    stopped: Floats  # 1 where drafting does not pay
 
 
 @dataclass(frozen=True)
@@ -63,23 +52,20 @@ class Bypass:
 
     def start(self, slots: int) -> BypassState:
         """Nothing known about ``slots`` empty slots."""
-        return BypassState(
-            Account.unpacked(np.zeros((5, slots))), Account.unpacked(np.zeros(5))
-        )
+        return _state(np.zeros((6, slots + 1)))
 
     def joined(self, state: BypassState, slots: ArrayLike) -> BypassState:
         """New requests take ``slots``: what was known about the old ones goes."""
-        columns = np.stack(state.own)
+        columns = np.stack(state)
         columns[:, np.asarray(slots, dtype=np.int64)] = 0.0
-        return state._replace(own=Account.unpacked(columns))
+        return _state(columns)
 
     def drafting(self, state: BypassState, slots: ArrayLike) -> NDArray[np.bool_]:  # [R]
         """Whether each slot's request drafts: it may still pay, or a probe is due."""
         rows = np.asarray(slots, dtype=np.int64)
-        if not self._pays(state.shared, self.trust_rounds):
-            return np.full(rows.size, bool(state.shared.wait <= 0))
-        own = Account.unpacked(np.stack(state.own)[:, rows])
-        return np.asarray(self._pays(own, self.own_trust_rounds) | (own.wait <= 0))
+        if state.stopped[-1]:
+            return np.full(rows.size, bool(state.wait[-1] <= 0))
+        return np.asarray((state.stopped[rows] == 0) | (state.wait[rows] <= 0))
 
     def updated(
         self,
@@ -91,64 +77,54 @@ class Bypass:
         accepted: ArrayLike,  # [R] accepted drafts
     ) -> BypassState:
         """The accounts after a round."""
-        rows = np.asarray(slots, dtype=np.int64)
-        took_part = np.asarray(drafted, dtype=bool)
+        took_part = np.asarray(drafted, dtype=np.float64)
+        count, requests = float(took_part.sum()), took_part.size
         cost, kept = np.asarray(spent) * took_part, np.asarray(accepted) * took_part
-        count = int(took_part.sum())
-        # Everyone drafting once is one round to forget by, and as many observations as requests.
-        forget = self.shared_memory ** (count / max(rows.size, 1))
         gain = kept - cost
-        shared = state.shared._replace(
-            rounds=forget * state.shared.rounds + count,
-            gain=forget * state.shared.gain + gain.sum(),
-            squares=forget * state.shared.squares + (gain * gain).sum(),
+        # The account of all requests counts every drafted round, waits and backs off by their mean,
+        # and forgets at the pace of rounds of everyone.
+        mean = 1.0 / max(count, 1.0)
+        took_part_all = np.append(took_part, count > 0)
+        cost_all = np.append(cost, mean * cost.sum())
+        kept_all = np.append(kept, mean * kept.sum())
+        added = np.stack(
+            [
+                np.append(took_part, count),
+                np.append(gain, gain.sum()),
+                np.append(gain * gain, gain @ gain),
+            ]
         )
-        mean = 1.0 / max(count, 1)
-        shared = self._paused(
-            shared,
-            np.asarray(count > 0),
-            mean * cost.sum(),
-            mean * kept.sum(),
-            self._pays(shared, self.trust_rounds),
+        forget = np.where(took_part_all > 0, self.memory, 1.0)
+        forget[-1] = self.shared_memory ** (count / max(requests, 1))
+        rows = np.append(np.asarray(slots, dtype=np.int64), state.wait.size - 1)
+        columns = np.stack(state)
+        rounds, total, squares = sums = forget * columns[:3, rows] + added
+        wait, backoff = columns[3:5, rows]
+        stopped = self._loses(rounds, total, squares)
+        failed = (
+            stopped * took_part_all * np.maximum(1.0 - kept_all / np.maximum(cost_all, 1e-9), 0)
         )
-        columns = np.stack(state.own)
-        own = Account.unpacked(columns[:, rows])
-        forgets = np.where(took_part, self.memory, 1.0)
-        own = own._replace(
-            rounds=forgets * own.rounds + took_part,
-            gain=forgets * own.gain + gain,
-            squares=forgets * own.squares + gain * gain,
+        pause = np.minimum(
+            (cost_all - kept_all) / self.probe_share * 2.0**backoff, self.longest_wait
         )
-        columns[:, rows] = self._paused(
-            own, took_part, cost, kept, self._pays(own, self.own_trust_rounds)
+        columns[:3, rows] = sums
+        columns[3, rows] = np.where(
+            failed > 0, pause, np.maximum(wait - (took_part_all == 0), 0.0)
         )
-        return BypassState(Account.unpacked(columns), shared)
+        columns[4, rows] = stopped * (backoff + failed)
+        columns[5, rows] = stopped
+        return _state(columns)
 
-    def _paused(
-        self,
-        account: Account,
-        drafted: NDArray[np.bool_],
-        spent: Floats,
-        accepted: Floats,
-        pays: NDArray[np.bool_],
-    ) -> Account:
-        """Waits and back-off after a round, elementwise."""
-        lost = drafted & ~pays & (accepted < spent)
-        pause = (spent - accepted) / self.probe_share * 2.0**account.backoff
-        failed = np.where(lost, 1.0 - accepted / np.maximum(spent, 1e-9), 0.0)
-        return account._replace(
-            wait=np.where(
-                lost,
-                np.minimum(pause, self.longest_wait),
-                np.maximum(account.wait - ~drafted, 0.0),
-            ),
-            backoff=np.where(pays, 0.0, account.backoff + failed),
-        )
+    def _loses(self, rounds: Floats, gain: Floats, squares: Floats) -> NDArray[np.bool_]:
+        """Whether the mean gain, credit included, is surely not positive; [R + 1]."""
+        seen = np.maximum(rounds, 1.0)
+        variance = np.maximum(squares / seen - (gain / seen) ** 2, 0.0)
+        credit = np.full(rounds.size, self.own_trust_rounds)
+        credit[-1] = self.trust_rounds
+        weight = credit + rounds
+        mean = (credit * self.trust + gain) / weight
+        return np.asarray(mean + self.certainty * np.sqrt(variance / weight) <= 0)
 
-    def _pays(self, account: Account, trust_rounds: float) -> NDArray[np.bool_]:
-        """Whether the mean gain may be positive."""
-        seen = np.maximum(account.rounds, 1.0)
-        variance = np.maximum(account.squares / seen - (account.gain / seen) ** 2, 0.0)
-        rounds = trust_rounds + account.rounds
-        mean = (trust_rounds * self.trust + account.gain) / rounds
-        return np.asarray(mean + self.certainty * np.sqrt(variance / rounds) > 0)
+
+def _state(columns: Floats) -> BypassState:  # [6, S + 1]
+    return BypassState(*columns)
