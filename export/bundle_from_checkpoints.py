@@ -216,7 +216,15 @@ def _describe(
 
 def _source(checkpoint: DraftCheckpoint | TargetCheckpoint, format_name: str) -> Source:
     digest = source_hash(checkpoint)
-    return Source(name=checkpoint.path.name, format=format_name, sha256=digest)
+    return Source(name=_name(checkpoint.path), format=format_name, sha256=digest)
+
+
+def _name(folder: Path) -> str:
+    """The folder's own name, or the hub id of `models--owner--name/snapshots/<commit>`."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def _tool_versions() -> dict[str, str]:

@@ -6,41 +6,84 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from dspark_trt.cli.extras import require_extra
 from dspark_trt.cli.output import console, print_json
 
 if TYPE_CHECKING:
+    from dspark_trt.bundle import Bundle
+    from dspark_trt.checkpoint import DraftCheckpoint
     from dspark_trt.export.parity import OutputParity
 
 
 def command(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)],
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint of the drafter: compare with its weights, not the bundle's.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint of the target, likewise.", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Verify hashes, run the ONNX checker, and compare every graph with its torch module."""
-    import onnx
-
+    require_extra("export", ("torch", "onnx", "onnx_ir", "polygraphy"))
+    require_extra("cpu", ("onnxruntime",))
     from dspark_trt.bundle import load_bundle
-    from dspark_trt.errors import BundleError
+    from dspark_trt.checkpoint import read_target
     from dspark_trt.export.parity import check_parity
+    from dspark_trt.export.stored_weights import changed_weights
 
     loaded = load_bundle(bundle)
-    for name in loaded.graph_names:
+    _check_models(loaded)
+    changed = changed_weights(loaded)
+    drafter = None if draft is None else _read_draft(draft, loaded)
+    served = None if target is None else read_target(target)
+    results = list(check_parity(loaded, draft=drafter, target=served, seed=seed))
+    passed = not changed and all(result.passed for result in results)
+    if json:
+        graphs = [asdict(result) for result in results]
+        print_json({"passed": passed, "graphs": graphs, "changed_weights": changed})
+    else:
+        console.print(_table(results))
+        for name in changed:
+            console.print(f"[bold red]changed since the export:[/] {escape(name)}")
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _check_models(bundle: "Bundle") -> None:
+    import onnx
+
+    from dspark_trt.errors import BundleError
+
+    for name in bundle.graph_names:
         try:
-            onnx.checker.check_model(str(loaded.graph_path(name)))
+            onnx.checker.check_model(str(bundle.graph_path(name)))
         except onnx.checker.ValidationError as error:
             reason = str(error).strip().splitlines()[0]
             raise BundleError(f"{name}.onnx is no valid ONNX model: {reason}") from error
-    results = list(check_parity(loaded, seed=seed))
-    passed = all(result.passed for result in results)
-    if json:
-        print_json({"passed": passed, "graphs": [asdict(result) for result in results]})
-    else:
-        console.print(_table(results))
-    if not passed:
-        raise typer.Exit(1)
+
+
+def _read_draft(source: str, bundle: "Bundle") -> "DraftCheckpoint":
+    """The drafter as the bundle was told to read it."""
+    from dspark_trt.checkpoint import DraftOverrides, read_draft
+
+    config = bundle.draft
+    overrides = DraftOverrides(
+        slot_semantics=config.slot_semantics,
+        mask_token_id=config.mask_token_id,
+        gamma=config.gamma,
+    )
+    return read_draft(source, overrides=overrides)
 
 
 def _table(results: "list[OutputParity]") -> Table:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dspark-trt export`: checkpoints to a bundle."""
 
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
+from dspark_trt.cli.extras import require_extra
 from dspark_trt.cli.output import console, err_console, print_json
 
 if TYPE_CHECKING:
@@ -55,10 +58,13 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Export a drafter and its target to ONNX graphs in one folder, the bundle."""
+    require_extra("export", ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"))
+    # A stopped export cleans up as an interrupted one does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
+    from dspark_trt.checkpoint import DraftOverrides, check_pair, read_draft, read_target
     from dspark_trt.config import SlotSemantics
     from dspark_trt.export.bundle_from_checkpoints import export_bundle
 
@@ -73,8 +79,13 @@ def command(
         ),
     )
     host = read_target(target) if target is not None else None
-    for warning in (*drafter.warnings, *(host.warnings if host else ())):
-        err_console.print(f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+    warnings = list(drafter.warnings)
+    if host is not None:
+        warnings += [*host.warnings, *check_pair(drafter, host)]
+    for warning in warnings:
+        err_console.print(
+            f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True
+        )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Bars(*columns, console=err_console, disable=json, transient=True) as bars:
         task = bars.add_task("reading", total=None)
@@ -97,7 +108,7 @@ def command(
                 "dtype": bundle.dtype,
                 "bytes": size,
                 "seconds": round(seconds, 3),
-                "warnings": [*drafter.warnings, *(host.warnings if host else ())],
+                "warnings": warnings,
             }
         )
         return
