@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many drafted tokens of each request the target verifies this round.
 
-Every scheduler is a frozen description with ``plan(confidence) -> lengths``: pure, deterministic,
-prefix-closed for any input, no memory. The asynchronous form needs confidences two rounds old; they
-come in as an argument, and ``ConfidenceHistory`` is the explicit value that carries them.
+Every scheduler is a frozen description with ``plan(confidence) -> lengths``, and ``decide`` for the
+reason besides: pure, deterministic, prefix-closed for any input, no memory. The asynchronous form
+needs confidences two rounds old; they come in as an argument, and ``ConfidenceHistory`` is the
+explicit value that carries them.
 
 Losslessness under rejection verification (paper, section 3.2.2 and appendix A) asks that whether
 x_k is verified depends on x_<k only. A candidate (r, k) here is admitted by its rank among survivals;
@@ -46,17 +47,29 @@ class Plan(NamedTuple):
 class Scheduler(Protocol):
     """What the engine and the simulation know about a scheduler."""
 
-    def plan(
+    def decide(
         self,
         confidence: ArrayLike,  # [R, K] calibrated conditional acceptance probabilities
         *,
         limits: ArrayLike | None = None,  # [R] most drafts to verify (length left, bypassed: 0)
-        context_tokens: float | None = None,  # mean context length, picks the cost bucket
-    ) -> Lengths: ...  # [R]
+        context_tokens: float | None = None,  # mean context length, for the cost
+    ) -> Plan:
+        """Lengths and the reason for them."""
+        ...
+
+    def plan(
+        self,
+        confidence: ArrayLike,
+        *,
+        limits: ArrayLike | None = None,
+        context_tokens: float | None = None,
+    ) -> Lengths:  # [R]
+        """The lengths of ``decide``."""
+        return self.decide(confidence, limits=limits, context_tokens=context_tokens).lengths
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Scheduler):
     """ℓ_r = k for every request; the best survivals first where the token budget ends."""
 
     k: int
@@ -66,24 +79,24 @@ class Fixed:
         if self.k < 0:
             raise RequestError(f"a fixed verification length must be at least 0, got {self.k}")
 
-    def plan(
+    def decide(
         self,
         confidence: ArrayLike,
         *,
         limits: ArrayLike | None = None,
         context_tokens: float | None = None,
-    ) -> Lengths:
-        """Lengths [R]; ``context_tokens`` is not used."""
+    ) -> Plan:
+        """``context_tokens`` is not used."""
         rows = len(np.asarray(confidence))
         allowed = np.full(rows, self.k) if limits is None else np.minimum(limits, self.k)
         offered = candidates(
             confidence, limits=allowed, max_tokens_per_step=self.max_tokens_per_step
         )
-        return best_lengths(offered, offered.available)
+        return Plan(best_lengths(offered, offered.available), "fixed length")
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Scheduler):
     """Verify up to the first c_k < c: the official static rule, on conditional confidences.
 
     c ≤ 0 verifies everything; NaN counts as 0.
@@ -92,14 +105,14 @@ class Threshold:
     c: float
     max_tokens_per_step: int | None = None
 
-    def plan(
+    def decide(
         self,
         confidence: ArrayLike,
         *,
         limits: ArrayLike | None = None,
         context_tokens: float | None = None,
-    ) -> Lengths:
-        """Lengths [R]; ``context_tokens`` is not used."""
+    ) -> Plan:
+        """``context_tokens`` is not used."""
         values = np.fmax(np.asarray(confidence, dtype=np.float64), 0.0)
         sure = np.logical_and.accumulate(values >= self.c, axis=-1)
         allowed = np.count_nonzero(sure, axis=-1)
@@ -108,11 +121,11 @@ class Threshold:
         offered = candidates(
             confidence, limits=allowed, max_tokens_per_step=self.max_tokens_per_step
         )
-        return best_lengths(offered, offered.available)
+        return Plan(best_lengths(offered, offered.available), "confidence threshold")
 
 
 @dataclass(frozen=True)
-class _CostAware:
+class _CostAware(Scheduler):
     """What the schedulers that weigh tokens against seconds share.
 
     Without a table nothing is trimmed, and the plan says so.
@@ -181,21 +194,12 @@ class Algorithm1(_CostAware):
         limits: ArrayLike | None = None,
         context_tokens: float | None = None,
     ) -> Plan:
-        """Lengths and their reason; arguments as in ``Scheduler.plan``."""
+        """Lengths and the reason for them."""
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
         admitted = self._admitted(offered, context_tokens, self._first_descent, smooth=True)
         return self._plan(offered, admitted, "throughput stops improving")
-
-    def plan(
-        self,
-        confidence: ArrayLike,
-        *,
-        limits: ArrayLike | None = None,
-        context_tokens: float | None = None,
-    ) -> Lengths:
-        return self.decide(confidence, limits=limits, context_tokens=context_tokens).lengths
 
     def _first_descent(self, throughput: Floats) -> int:
         best_before = np.maximum.accumulate(throughput)[:-1]
@@ -230,21 +234,12 @@ class Global(_CostAware):
         limits: ArrayLike | None = None,
         context_tokens: float | None = None,
     ) -> Plan:
-        """Lengths and their reason; arguments as in ``Scheduler.plan``."""
+        """Lengths and the reason for them."""
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
         admitted = self._admitted(offered, context_tokens, lambda t: _best(t, self.min_gain))
         return self._plan(offered, admitted, "best of the cost curve")
-
-    def plan(
-        self,
-        confidence: ArrayLike,
-        *,
-        limits: ArrayLike | None = None,
-        context_tokens: float | None = None,
-    ) -> Lengths:
-        return self.decide(confidence, limits=limits, context_tokens=context_tokens).lengths
 
 
 @dataclass(frozen=True)
