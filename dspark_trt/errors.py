@@ -50,3 +50,7 @@ class NonFiniteError(RequestError):
 
 class TableError(DSparkError):
     """A cost table, calibration or trace file is degenerate, foreign, or malformed."""
+
+
+class EngineClosedError(DSparkError):
+    """The engine was closed, or its thread failed."""

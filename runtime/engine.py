@@ -240,6 +240,17 @@ class Engine:
         del self._known[request_id]
         return sequence.completion()
 
+    def discard(self, request_id: int) -> None:
+        """Forget a finished request without its result; unknown ones are left alone."""
+        sequence = self._known.get(request_id)
+        if sequence is not None and sequence.finish_reason is not None:
+            del self._known[request_id]
+
+    def fail_all(self, error: str) -> None:
+        """End every request with an error: what a service does before it gives an engine up."""
+        for sequence in [*self._waiting, *self._rounds.active]:
+            self._end(sequence, FinishReason.ERROR, error)
+
     def events(self, request_id: int) -> list[TokenEvent]:
         """Events of a request since the last call, oldest first.
 
@@ -425,9 +436,9 @@ class Engine:
             drafter = self._rounds.drafter.read_rows(row, length)
             self._prefixes.store(prompt, PrefixRows(length, target, drafter))
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a request between rounds, wherever it is."""
-        sequence.finish(reason)
+        sequence.finish(reason, error)
         if self._waiting.remove(sequence):
             self.metrics.finish(reason)
         else:

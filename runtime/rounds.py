@@ -65,7 +65,8 @@ class RoundReport:
     accepted: Ints  # [B] accepted drafts; 0 where a request is prefilling
     committed: Ints  # [B] tokens
     target_rows: int
-    confidence_logits: NDArray[np.float32] | None  # [B', K] of the first B' rows
+    draft: DraftOutput | None  # of the first rows; valid until the next round
+    temperature: Floats  # [B]
     planned: PlannedRound | None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -217,7 +218,8 @@ class Rounds:
             accepted=accepted,
             committed=np.array(committed) - before,
             target_rows=len(rows.token_ids),
-            confidence_logits=None if draft is None else draft.output.confidence_logits,
+            draft=None if draft is None else draft.output,
+            temperature=self.table.temperature[:count],
             planned=planned,
             seconds=stages.seconds,
         )

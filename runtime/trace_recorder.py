@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records an engine's rounds in the format of `runtime.traces`, for `calibrate` and `simulate`."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.errors import TableError
+from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.traces import traces_from_arrays
+
+Floats = NDArray[np.float64]
+
+
+class TraceRecorder:
+    """An observer: `engine.observers.append(TraceRecorder(engine.gamma).observe)`.
+
+    One row a request and drafted round. The drafter's own probabilities are kept as well: they are what a
+    drafter without confidence head is judged by.
+    """
+
+    def __init__(self, gamma: int) -> None:
+        self._gamma = gamma
+        self._columns: dict[str, list[NDArray[np.generic]]] = {}
+
+    def observe(self, report: RoundReport) -> None:
+        rows = np.flatnonzero(report.drafted)
+        if report.draft is None or not len(rows):
+            return
+        accepted = report.accepted[rows]
+        drafted_prob, top_prob = draft_probabilities(
+            report.draft.logits[rows], report.draft.tokens[rows], report.temperature[rows]
+        )
+        scores = report.draft.confidence_logits
+        step = report.seconds["target"] + report.seconds["verify"] + report.seconds["commit"]
+        self._add(
+            # Without a head: the logit of the drafted token's probability, an unfitted estimator.
+            conf_logits=_logit(drafted_prob) if scores is None else scores[rows].copy(),
+            accept_prefix_mask=np.arange(self._gamma) < accepted[:, None],
+            request_id=np.array([report.sequences[row].id for row in rows]),
+            lengths=report.lengths[rows],
+            drafted_prob=drafted_prob,
+            top_prob=top_prob,
+            draft_seconds=np.full(len(rows), report.seconds["draft"]),
+            step_seconds=np.full(len(rows), step),
+        )
+
+    def save(self, path: Path) -> int:
+        """Write the file; returns how many rounds it holds.
+
+        Raises:
+            TableError: no round was drafted.
+        """
+        if not self._columns:
+            raise TableError("no drafted round was recorded: nothing to write")
+        arrays = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        traces = traces_from_arrays(**arrays)
+        traces.save(path)
+        return len(traces)
+
+    def _add(self, **columns: NDArray[np.generic]) -> None:
+        for name, values in columns.items():
+            self._columns.setdefault(name, []).append(values)
+
+
+def draft_probabilities(
+    logits: NDArray[np.float32], tokens: NDArray[np.int64], temperature: NDArray[np.float32]
+) -> tuple[Floats, Floats]:
+    """q(x_k) and max q, each `[R, K]`, from draft logits `[R, K, V]`; greedy requests count at temperature 1."""
+    heat = np.where(temperature > 0, temperature, 1)[:, None, None]
+    scaled = logits / heat
+    top = scaled.max(axis=-1)
+    total = np.exp(scaled - top[..., None]).sum(axis=-1)
+    chosen = np.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
+    return np.exp(chosen - top).astype(np.float64) / total, 1.0 / total.astype(np.float64)
+
+
+def _logit(probability: Floats) -> Floats:
+    inside = np.clip(probability, 1e-6, 1 - 1e-6)
+    return np.asarray(np.log(inside) - np.log1p(-inside))

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any order of submissions, aborts and rounds: every request gets its own tokens, nothing leaks."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dspark_trt.bundle import Bundle
+from dspark_trt.errors import EngineClosedError, RequestError
+from dspark_trt.runtime.async_engine import AsyncEngine
+from dspark_trt.runtime.engine import Engine, EngineOptions
+from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
+from dspark_trt.runtime.targets.host import HostTargetModel
+from tests.conftest import TINY_TARGET
+from tests.runtime.golden import golden_json
+from tests.runtime.test_engine_requests import CountingTarget
+
+ITEMS = golden_json("greedy_outputs")["items"]
+
+
+def variant(number: int) -> Request:
+    """Request `number`: greedy or seeded, of its own prompt and length."""
+    return Request(
+        prompt_ids=tuple(ITEMS[number % len(ITEMS)]["prompt_ids"]),
+        params=SamplingParams(
+            temperature=[0.0, 1.0, 0.7][number % 3],
+            seed=number,
+            top_k=[0, 50][number % 2],
+            repetition_penalty=[1.0, 1.0, 1.0, 1.3][number % 4],
+            max_new_tokens=5 + number % 17,
+            ignore_eos=number % 5 == 0,
+        ),
+        speculate=number % 7 != 6,
+    )
+
+
+VARIANTS = 28
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_bundle: Bundle) -> list[tuple[int, ...]]:
+    """Every variant's tokens when it is the only request."""
+    engine = Engine.load(tiny_bundle, options=EngineOptions(max_batch=1))
+    return [engine.generate([variant(n)])[0].token_ids for n in range(VARIANTS)]
+
+
+def test_any_interleaving_gives_every_request_its_own_tokens(
+    tiny_bundle: Bundle, alone: list[tuple[int, ...]]
+) -> None:
+    class Traffic(RuleBasedStateMachine):
+        @initialize(
+            batch=st.integers(1, 5),
+            budget=st.integers(0, 60),
+            prefix=st.sampled_from([0, 3_000_000]),
+        )
+        def start(self, batch: int, budget: int, prefix: int) -> None:
+            options = EngineOptions(
+                max_batch=batch, max_tokens_per_step=batch + budget, prefix_cache_bytes=prefix
+            )
+            self.engine = Engine.load(tiny_bundle, options=options)
+            # A full block per request must fit: trimming by the budget changes sampled tokens.
+            self.is_roomy = budget >= 7 * batch
+            self.open: dict[int, int] = {}
+
+        @rule(number=st.integers(0, VARIANTS - 1))
+        def submit(self, number: int) -> None:
+            self.open[self.engine.submit(variant(number))] = number
+
+        @precondition(lambda self: self.open)
+        @rule(data=st.data())
+        def abort(self, data: st.DataObject) -> None:
+            self.engine.abort(data.draw(st.sampled_from(sorted(self.open))))
+
+        @rule(rounds=st.integers(1, 6))
+        def advance(self, rounds: int) -> None:
+            for _ in range(rounds):
+                self.engine.step()
+
+        @invariant()
+        def nothing_is_lost(self) -> None:
+            if hasattr(self, "engine"):
+                self.engine.check_integrity()
+                self.collect()
+
+        def collect(self) -> None:
+            for request_id, number in list(self.open.items()):
+                try:
+                    done = self.engine.take(request_id)
+                except RequestError:
+                    continue  # not finished
+                del self.open[request_id]
+                expected = alone[number]
+                is_exact = self.is_roomy or variant(number).params.temperature == 0
+                if done.finish_reason is FinishReason.ABORTED:
+                    expected = expected[: len(done.token_ids)]
+                if is_exact:
+                    assert done.token_ids == expected
+
+        def teardown(self) -> None:
+            if hasattr(self, "engine"):
+                while self.engine.has_work:
+                    self.engine.step()
+                self.collect()
+                assert not self.open
+
+    Traffic.TestCase.settings = settings(
+        max_examples=25,
+        stateful_step_count=25,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    Traffic.TestCase().runTest()
+
+
+@pytest.mark.slow
+def test_soak(tiny_bundle: Bundle) -> None:
+    """2,000 requests with aborts and injected faults: memory stays flat, acceptance does not drift."""
+    target = CountingTarget(tiny_bundle, requests=8)
+    poison = 1777
+    options = EngineOptions(max_batch=8, max_waiting=4000, prefix_cache_bytes=2_000_000)
+    engine = Engine.load(tiny_bundle, options=options, target=target)
+    random = np.random.default_rng(0)
+    outcomes: dict[str, int] = {}
+    accepted: list[float] = []
+    memory: list[int] = []
+    target.poison = poison
+    total = 2000
+    pending: dict[int, bool] = {}
+    submitted = 0
+    while submitted < total or pending:
+        while submitted < total and len(pending) < 24:
+            prompt = list(
+                ITEMS[int(random.integers(len(ITEMS)))]["prompt_ids"][
+                    : int(random.integers(3, 60))
+                ]
+            )
+            is_faulty = submitted % 50 == 7
+            if is_faulty:
+                prompt += [poison, poison]
+            params = SamplingParams(
+                max_new_tokens=int(random.integers(1, 24)),
+                temperature=float(random.choice([0.0, 1.0])),
+                seed=submitted,
+            )
+            pending[engine.submit(Request(prompt_ids=tuple(prompt), params=params))] = is_faulty
+            submitted += 1
+            if random.random() < 0.1:
+                engine.abort(int(random.choice(list(pending))))
+        engine.step()
+        for request_id, is_faulty in list(pending.items()):
+            try:
+                done = engine.take(request_id)
+            except RequestError:
+                continue
+            del pending[request_id]
+            outcomes[done.finish_reason] = outcomes.get(done.finish_reason, 0) + 1
+            assert (done.finish_reason is FinishReason.ERROR) <= is_faulty
+            if done.stats.rounds:
+                accepted.append(sum(done.stats.accepted_lengths) - done.stats.rounds)
+                accepted[-1] /= done.stats.rounds * engine.gamma
+            if sum(outcomes.values()) % 200 == 0:
+                gc.collect()
+                memory.append(_resident_bytes())
+        engine.check_integrity()
+    assert sum(outcomes.values()) == total
+    assert outcomes["aborted"] > 100
+    assert outcomes["error"] > 20
+    assert engine._known == {}
+    assert max(memory[3:]) <= 1.05 * memory[2]
+    tenth = len(accepted) // 10
+    drift = abs(np.mean(accepted[:tenth]) - np.mean(accepted[-tenth:]))
+    spread = np.std(accepted) * (2 / tenth) ** 0.5
+    assert drift < max(0.02, 3 * spread)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@pytest.fixture
+def service(tiny_bundle: Bundle) -> Iterator[AsyncEngine]:
+    with AsyncEngine(Engine.load(tiny_bundle, options=EngineOptions(max_batch=4))) as service:
+        yield service
+
+
+def test_concurrent_streams(service: AsyncEngine, alone: list[tuple[int, ...]]) -> None:
+    async def read(number: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        async for event in service.stream(variant(number)):
+            tokens += event.token_ids
+            if number % 4 == 0:
+                await asyncio.sleep(0.01)  # a slow consumer
+        return tuple(tokens)
+
+    async def all_of_them() -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(read(n) for n in range(12)))
+
+    assert asyncio.run(all_of_them()) == alone[:12]
+
+
+def test_a_consumer_that_leaves_aborts_its_request_only(
+    service: AsyncEngine, alone: list[tuple[int, ...]]
+) -> None:
+    async def run() -> tuple[int, ...]:
+        async def leave_early() -> None:
+            long = Request(
+                prompt_ids=(5, 6), params=SamplingParams(max_new_tokens=900, ignore_eos=True)
+            )
+            async for _ in service.stream(long):
+                return
+
+        cancelled = asyncio.create_task(service.complete(variant(5)))
+        await asyncio.sleep(0.005)
+        cancelled.cancel()
+        await asyncio.gather(leave_early(), cancelled, return_exceptions=True)
+        return (await service.complete(variant(3))).token_ids
+
+    assert asyncio.run(run()) == alone[3]
+    for _ in range(200):
+        status = service.status()
+        if status["active"] == 0 and status["finished"].get("aborted", 0) >= 1:
+            break
+    assert service.status()["active"] == 0
+    assert service.engine._known == {}
+
+
+def test_threads_share_an_engine(service: AsyncEngine, alone: list[tuple[int, ...]]) -> None:
+    results: dict[int, tuple[int, ...]] = {}
+
+    def work(number: int) -> None:
+        results[number] = service.generate(variant(number), timeout_s=60).token_ids
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[n] for n in range(8)] == alone[:8]
+
+
+def test_closing_drains_then_aborts_and_refuses(tiny_bundle: Bundle) -> None:
+    service = AsyncEngine(Engine.load(tiny_bundle, options=EngineOptions(max_batch=2)))
+    finished: list[Any] = []
+    long = Request(
+        prompt_ids=(5, 6), params=SamplingParams(max_new_tokens=1000, ignore_eos=True)
+    )
+    worker = threading.Thread(target=lambda: finished.append(service.generate(long)))
+    worker.start()
+    while service.status()["rounds"] == 0:
+        pass
+    service.close(drain_s=0.01)
+    worker.join(timeout=10)
+    assert not worker.is_alive()
+    assert finished[0].finish_reason is FinishReason.ABORTED
+    with pytest.raises(EngineClosedError, match="takes no more requests"):
+        service.generate(long)
+
+
+def test_a_defect_ends_every_request_instead_of_hanging(tiny_bundle: Bundle) -> None:
+    target = CountingTarget(tiny_bundle)
+    service = AsyncEngine(Engine.load(tiny_bundle, target=target))
+
+    def broken(_: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    target.step = broken  # type: ignore[method-assign]
+    done = service.generate(variant(0), timeout_s=20)
+    assert done.finish_reason is FinishReason.ERROR
+    assert "a bug" in (done.error or "")
+    with pytest.raises(EngineClosedError, match="a bug"):
+        service.generate(variant(0))
+    service.close()
+
+
+def test_a_transformers_target_gives_the_same_tokens(tiny_bundle: Bundle) -> None:
+    """The example's host: prefill, verify and rollback through one method."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from dspark_trt.runtime.targets.transformers_model import TransformersTarget
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY_TARGET, dtype=torch.float32)
+    host = TransformersTarget(model.eval(), tiny_bundle.draft.target_layer_ids)
+    options = EngineOptions(max_batch=3)
+    target = HostTargetModel(host, max_batch=3)
+    engine = Engine.load(tiny_bundle, target=target, options=options)
+    requests = [
+        Request(
+            prompt_ids=tuple(item["prompt_ids"]),
+            params=SamplingParams(max_new_tokens=20, temperature=[0.0, 1.0][n % 2], seed=n),
+        )
+        for n, item in enumerate(ITEMS[:5])
+    ]
+    expected = Engine.load(tiny_bundle, options=options).generate(requests)
+    for ours, theirs in zip(engine.generate(requests), expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.stats.accepted_lengths == theirs.stats.accepted_lengths
+    host.close()
+
+
+def test_the_host_owned_example_runs(tiny_bundle: Bundle) -> None:
+    import subprocess
+    import sys
+
+    pytest.importorskip("transformers")
+    example = TINY_TARGET.parents[1] / "host_owned_target" / "main.py"
+    command = [sys.executable, str(example), str(tiny_bundle.path), str(TINY_TARGET)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "same tokens: yes" in done.stdout
