@@ -15,6 +15,9 @@ _COMMANDS = {
     "export": "export",
     "check": "check",
     "generate": "generate",
+    "calibrate": "calibrate",
+    "simulate": "simulate",
+    "attach-verify": "attach_verify",
 }
 
 
