@@ -89,8 +89,6 @@ class Engine:
         self.bundle = bundle
         self.options = options
         self.gamma = bundle.draft.gamma
-        self.metrics = EngineMetrics(self.gamma)
-        self.observers: list[RoundObserver] = [self.metrics.observe]
         self._vocab = bundle.draft.decoder.vocab_size
         self._codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
         self._stop_token_ids = bundle.target.stop_token_ids if bundle.target else ()
@@ -101,6 +99,8 @@ class Engine:
             table=cost_table,
             bypass=bypass,
         )
+        self.metrics = EngineMetrics(self.gamma, lambda: planner.drift.gap())
+        self.observers: list[RoundObserver] = [self.metrics.observe]
         self._rounds = Rounds(
             drafter=backend.draft_model(options.max_batch),
             target=target or backend.target_model(options.max_batch),
@@ -302,13 +302,11 @@ class Engine:
             "rounds": metrics.rounds,
             "output_tokens": metrics.tokens,
             "target_rows": metrics.target_rows,
-            "accepted_length": 1 + metrics.accepted_tokens / metrics.drafted_rounds
-            if metrics.drafted_rounds
-            else None,
+            "accepted_length": metrics.accepted_length,
             "position_acceptance": [
                 accepted / reached if reached else None
                 for accepted, reached in zip(
-                    metrics.accepted.tolist(), metrics.proposed.tolist(), strict=True
+                    metrics.accepted.tolist(), metrics.reached.tolist(), strict=True
                 )
             ],
             "verification_lengths": metrics.lengths.tolist(),
@@ -368,7 +366,7 @@ class Engine:
             if sequence.is_overdue:
                 self._end(sequence, FinishReason.TIMEOUT)
         self._admit()
-        self.metrics.queue(len(self._rounds.active), len(self._waiting))
+        self.metrics.active, self.metrics.waiting = len(self._rounds.active), len(self._waiting)
         if not self._rounds.active:
             return
         self._rounds.draw_uniforms()
@@ -388,7 +386,6 @@ class Engine:
                 self._leave(sequence)
         for observe in self.observers:
             observe(report)
-        self.metrics.calibration_gap(self._rounds.planner.drift.gap().tolist())
 
     def _isolate(self, error: BackendError) -> None:
         """A round failed: run every request alone, and end those that fail again."""

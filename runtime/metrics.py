@@ -1,131 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of one engine, in a registry of its own, and the running totals its status shows."""
+"""Running totals of one engine, as plain numbers; Prometheus reads them only when it scrapes.
+
+`EngineMetrics.registry` is what a service exposes. A round costs a few array additions.
+"""
 
 from collections import Counter
-from collections.abc import Sequence as Listed
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Gauge, Histogram
-from prometheus_client import Counter as PromCounter
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from dspark_trt.runtime.request import FinishReason
 from dspark_trt.runtime.rounds import STAGES, RoundReport
 
+Gap = Callable[[], NDArray[np.float64]]
 
-class EngineMetrics:
-    """Observes rounds; `registry` is what a service exposes."""
 
-    def __init__(self, gamma: int) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.gamma = gamma
-        self.rounds = self.drafted_rounds = 0
-        self.tokens = self.prompt_tokens = self.target_rows = 0
-        self.accepted_tokens = 0
-        self.proposed = np.zeros(
-            gamma, np.int64
-        )  # verified at each position, all before accepted
+class EngineMetrics(Collector):
+    """Observes rounds.
+
+    Args:
+        gamma: drafts a round.
+        calibration_gap: predicted minus observed conditional acceptance `[K]`, asked when read.
+    """
+
+    def __init__(self, gamma: int, calibration_gap: Gap) -> None:
+        self.registry = CollectorRegistry()
+        self.active = self.waiting = 0
+        self.rounds = self.target_rows = 0
+        self.tokens = self.prompt_tokens = 0
+        self.bypassed = 0  # decoding requests that did not draft in a round
+        self.lengths = np.zeros(gamma + 1, np.int64)  # drafted rounds by ℓ
+        self.accepted_lengths = np.zeros(
+            gamma + 1, np.int64
+        )  # drafted rounds by accepted drafts
+        self.reached = np.zeros(gamma, np.int64)  # verified at a position, all before accepted
         self.accepted = np.zeros(gamma, np.int64)
-        self.lengths = np.zeros(gamma + 1, np.int64)
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.finished: Counter[str] = Counter()
-        self._active = Gauge(
-            "dspark_active_requests", "Requests being decoded", registry=registry
-        )
-        self._waiting = Gauge(
-            "dspark_waiting_requests", "Requests in the queue", registry=registry
-        )
-        self._rounds = PromCounter("dspark_rounds", "Engine rounds", registry=registry)
-        self._tokens = PromCounter(
-            "dspark_output_tokens", "Tokens committed", registry=registry
-        )
-        self._prompt = PromCounter(
-            "dspark_prompt_tokens", "Prompt tokens computed", registry=registry
-        )
-        self._rows = PromCounter(
-            "dspark_target_rows", "Rows the target ran on", registry=registry
-        )
-        self._finished = PromCounter(
-            "dspark_finished_requests", "Requests that ended", ["reason"], registry=registry
-        )
-        self._stage = PromCounter(
-            "dspark_stage_seconds", "Time by stage of a round", ["stage"], registry=registry
-        )
-        self._accepted_length = Histogram(
-            "dspark_accepted_length",
-            "Tokens committed a request and round, the target's own included",
-            buckets=range(1, gamma + 2),
-            registry=registry,
-        )
-        self._length = Histogram(
-            "dspark_verification_length",
-            "Drafts verified a request and round",
-            buckets=range(gamma + 1),
-            registry=registry,
-        )
-        self._position = PromCounter(
-            "dspark_position",
-            "Drafts reached (all before accepted) and accepted, by position",
-            ["position", "outcome"],
-            registry=registry,
-        )
-        self._gap = Gauge(
-            "dspark_calibration_gap",
-            "Predicted minus observed conditional acceptance of recent rounds",
-            ["position"],
-            registry=registry,
-        )
-        self._bypassed = PromCounter(
-            "dspark_bypassed",
-            "Decoding requests that did not draft in a round",
-            registry=registry,
-        )
+        self._gamma = gamma
+        self._gap = calibration_gap
+        self.registry.register(self)
 
-    def queue(self, active: int, waiting: int) -> None:
-        self._active.set(active)
-        self._waiting.set(waiting)
+    @property
+    def accepted_length(self) -> float | None:
+        """τ over all drafted rounds; None before the first."""
+        rounds = int(self.lengths.sum())
+        return 1 + int(self.accepted.sum()) / rounds if rounds else None
 
     def finish(self, reason: FinishReason) -> None:
         self.finished[reason.value] += 1
-        self._finished.labels(reason.value).inc()
 
     def observe(self, report: RoundReport) -> None:
         """Count one round."""
-        drafted = report.drafted
         self.rounds += 1
-        self._rounds.inc()
-        tokens = int(report.committed.sum())
-        self.tokens += tokens
-        self._tokens.inc(tokens)
+        self.tokens += int(report.committed.sum())
         self.target_rows += report.target_rows
-        self._rows.inc(report.target_rows)
-        prompt = report.target_rows - int((1 + report.lengths)[report.decoding].sum())
-        self.prompt_tokens += prompt
-        self._prompt.inc(prompt)
+        decoding = report.decoding
+        self.prompt_tokens += report.target_rows - int((decoding * (1 + report.lengths)).sum())
         for stage, seconds in report.seconds.items():
             self.seconds[stage] += seconds
-            self._stage.labels(stage).inc(seconds)
-        self._bypassed.inc(int((report.decoding & ~drafted).sum()))
-        if drafted.any():
-            self._observe_drafts(report.lengths[drafted], report.accepted[drafted])
+        drafted = report.drafted
+        if not drafted.all():
+            self.bypassed += int((decoding & ~drafted).sum())
+            if not drafted.any():
+                return
+        lengths, accepted = report.lengths[drafted], report.accepted[drafted]
+        np.add.at(self.lengths, lengths, 1)
+        np.add.at(self.accepted_lengths, accepted, 1)
+        positions = np.arange(self._gamma)
+        self.accepted += (positions < accepted[:, None]).sum(axis=0)
+        self.reached += (positions < np.minimum(accepted + 1, lengths)[:, None]).sum(axis=0)
 
-    def _observe_drafts(self, lengths: np.ndarray, accepted: np.ndarray) -> None:
-        self.drafted_rounds += len(lengths)
-        self.accepted_tokens += int(accepted.sum())
-        self.lengths += np.bincount(lengths, minlength=self.gamma + 1)
-        positions = np.arange(self.gamma)
-        reached = (positions <= accepted[:, None]) & (positions < lengths[:, None])
-        kept = positions < accepted[:, None]
-        self.proposed += reached.sum(axis=0)
-        self.accepted += kept.sum(axis=0)
-        for length, count in zip(lengths.tolist(), accepted.tolist(), strict=True):
-            self._length.observe(length)
-            self._accepted_length.observe(count + 1)
-        for position in np.flatnonzero(reached.any(axis=0)).tolist():
-            label = str(position + 1)
-            self._position.labels(label, "reached").inc(int(reached[:, position].sum()))
-            self._position.labels(label, "accepted").inc(int(kept[:, position].sum()))
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus sees."""
+        yield GaugeMetricFamily("dspark_active_requests", "Requests being decoded", self.active)
+        yield GaugeMetricFamily(
+            "dspark_waiting_requests", "Requests in the queue", self.waiting
+        )
+        yield CounterMetricFamily("dspark_rounds", "Engine rounds", self.rounds)
+        yield CounterMetricFamily("dspark_output_tokens", "Tokens committed", self.tokens)
+        yield CounterMetricFamily(
+            "dspark_prompt_tokens", "Prompt rows computed", self.prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "dspark_target_rows", "Rows the target ran on", self.target_rows
+        )
+        text = "Decoding requests that did not draft in a round"
+        yield CounterMetricFamily("dspark_bypassed", text, self.bypassed)
+        yield self._labelled(
+            CounterMetricFamily(
+                "dspark_finished_requests", "Requests that ended", labels=["reason"]
+            ),
+            self.finished,
+        )
+        yield self._labelled(
+            CounterMetricFamily("dspark_stage_seconds", "Time by stage", labels=["stage"]),
+            self.seconds,
+        )
+        yield _histogram(
+            "dspark_verification_length", "Drafts verified a request and round", self.lengths, 0
+        )
+        yield _histogram(
+            "dspark_accepted_length",
+            "Tokens committed a request and round, the target's own included",
+            self.accepted_lengths,
+            1,
+        )
+        position = CounterMetricFamily(
+            "dspark_position",
+            "Drafts reached (all before accepted) and accepted, by position",
+            labels=["position", "outcome"],
+        )
+        gap = GaugeMetricFamily(
+            "dspark_calibration_gap",
+            "Predicted minus observed conditional acceptance of recent rounds",
+            labels=["position"],
+        )
+        for k, missed in enumerate(self._gap().tolist()):
+            position.add_metric([str(k + 1), "reached"], int(self.reached[k]))
+            position.add_metric([str(k + 1), "accepted"], int(self.accepted[k]))
+            if missed == missed:  # NaN: nothing was seen there
+                gap.add_metric([str(k + 1)], missed)
+        yield position
+        yield gap
 
-    def calibration_gap(self, gap: Listed[float]) -> None:
-        for position, value in enumerate(gap, 1):
-            if np.isfinite(value):
-                self._gap.labels(str(position)).set(value)
+    @staticmethod
+    def _labelled(
+        family: CounterMetricFamily, values: Counter[str] | dict[str, float]
+    ) -> CounterMetricFamily:
+        for label, value in values.items():
+            family.add_metric([label], value)
+        return family
+
+
+def _histogram(
+    name: str, text: str, counts: NDArray[np.int64], first: int
+) -> HistogramMetricFamily:
+    """One bucket a value `first, first + 1, ..`."""
+    running = np.cumsum(counts).tolist()
+    buckets = [(str(float(first + i)), float(total)) for i, total in enumerate(running)]
+    buckets.append(("+Inf", float(running[-1])))
+    values = np.arange(first, first + len(counts))
+    return HistogramMetricFamily(name, text, buckets, float((counts * values).sum()))

@@ -29,6 +29,11 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
+_UNREAD_ROUNDS = (
+    64  # drift is read by people and scrapers: rounds need not pay for it one by one
+)
+
+
 class PlannedRound(NamedTuple):
     lengths: Ints  # [R] ℓ_r
     confidence: (
@@ -52,7 +57,8 @@ class Planner:
         self.scheduler = scheduler
         self.calibration = calibration
         self.table = table
-        self.drift = Drift.empty(calibration.gamma)
+        self._drift = Drift.empty(calibration.gamma)
+        self._unread: list[tuple[Floats, Ints, Ints]] = []  # rounds not yet in the drift
         self._bypass = (
             bypass if table is not None else None
         )  # what drafting costs must be known
@@ -63,6 +69,14 @@ class Planner:
     @property
     def gamma(self) -> int:
         return self.calibration.gamma
+
+    @property
+    def drift(self) -> Drift:
+        """Predicted against observed acceptance of recent rounds."""
+        for confidence, lengths, accepted in self._unread:
+            self._drift = self._drift.updated(confidence, lengths, accepted)
+        self._unread.clear()
+        return self._drift
 
     def joined(self, slot: int) -> None:
         """A new request has `slot`: nothing is known about it."""
@@ -122,7 +136,9 @@ class Planner:
         if planned is None or planned.confidence is None or not drafted.any():
             return
         rows = np.flatnonzero(drafted)
-        self.drift = self.drift.updated(planned.confidence, lengths[rows], accepted[rows])
+        self._unread.append((planned.confidence, lengths[rows], accepted[rows]))
+        if len(self._unread) == _UNREAD_ROUNDS:
+            _ = self.drift
         self._offsets = updated(
             self._offsets,
             slots[rows],
