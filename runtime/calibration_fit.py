@@ -33,7 +33,7 @@ MIN_ROUNDS, MIN_REQUESTS = (
     4,
 )  # in each half; below this the error bars exceed what is mended
 _TEMPERATURES = np.exp(np.linspace(np.log(0.1), np.log(10.0), 461))  # 1 % apart
-_TIE = 2e-4  # calibration errors this close are equal: the temperature nearest to 1 wins
+_TIE = 1e-3  # calibration errors this close are equal; the middle of such temperatures is taken
 _RIDGE = 0.1  # pulls a slope to 1 and an offset to 0 where few rounds reach a position
 _MIN_SLOPE = 0.05  # keeps the order within a position
 # Requests differ by about ±0.3 in logit. A likelihood fit on the calibration half picks less, for it
@@ -231,7 +231,7 @@ def _left_to_right(
 def _temperature(half: _Half, bins: int) -> _Line:
     errors = np.array([half.error(_Line(1.0 / t, 0.0), bins) for t in _TEMPERATURES])
     good = _TEMPERATURES[errors <= errors.min() + _TIE]
-    return _Line(float(1.0 / good[np.abs(np.log(good)).argmin()]), 0.0)
+    return _Line(float(np.exp(-np.log(good).mean())), 0.0)
 
 
 def _slope_and_offset(half: _Half, bins: int) -> _Line:

@@ -47,7 +47,7 @@ def test_a_good_head_stays_good(good_head: Traces, method: Method) -> None:
         )
         before, after = (_percent(figures[key]["ece"]) for key in ("before", "after"))
         assert after.mean() <= 2.0
-        if method is Method.AUTO or bins == 20:
+        if method is not Method.AFFINE:
             assert np.all(after <= before + 0.3)
 
 
@@ -55,9 +55,10 @@ def test_a_good_head_stays_good(good_head: Traces, method: Method) -> None:
 def test_stretched_logits_are_recovered(good_head: Traces, order: int) -> None:
     stretch = np.linspace(0.8, 2.0, 7)[::order]
     stretched = replace(good_head, conf_logits=good_head.conf_logits * stretch)
-    figures = fit_calibration(stretched).figures
-    assert np.any(_percent(figures["before"]["ece"]) > 3.0)
-    assert np.all(_percent(figures["after"]["ece"]) <= 2.0)
+    for method in (Method.STS, Method.AUTO):
+        figures = fit_calibration(stretched, method=method).figures
+        assert np.any(_percent(figures["before"]["ece"]) > 3.0)
+        assert np.all(_percent(figures["after"]["ece"]) <= 2.0)
 
 
 def test_stretching_only_stretches_the_temperatures(good_head: Traces) -> None:
@@ -65,8 +66,7 @@ def test_stretching_only_stretches_the_temperatures(good_head: Traces) -> None:
     doubled = fit_calibration(
         replace(good_head, conf_logits=2 * good_head.conf_logits), method=Method.STS
     ).temperatures
-    # The first position has thousands of rounds and no predecessor to inherit a tie from.
-    assert doubled[0] / plain[0] == pytest.approx(2.0, rel=0.1)
+    assert doubled[:3] / plain[:3] == pytest.approx(2.0, rel=0.1)  # later ones: too few rounds
 
 
 @pytest.mark.parametrize("method", list(Method))
@@ -99,7 +99,7 @@ def test_earlier_rounds_mend_more_on_prompts_unlike_the_calibration_set(
     calibration = fit_calibration(overconfident_head.where(code))
     math = held_out.where(held_out.domain == held_out.domain_names.index("math"))
     figures = held_out_figures(calibration, math)
-    assert np.mean(figures["online"]["ece"]) < np.mean(figures["after"]["ece"]) - 0.005
+    assert np.mean(figures["online"]["ece"]) < np.mean(figures["after"]["ece"]) - 0.002
 
 
 def test_the_online_replay_never_looks_at_its_own_round(good_head: Traces) -> None:
