@@ -2,6 +2,7 @@
 """Bundles of the trained fixtures, exported once per test run and shared by all workers."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,9 @@ def fixture_bundle(shared_folder: Path) -> ExportBundle:
         path = shared_folder / f"bundle-{name}-{dtype}"
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                export_bundle(read_draft(DRAFTERS[name]), read_target(TINY_TARGET), path, dtype=dtype)
+                export_bundle(
+                    read_draft(DRAFTERS[name]), read_target(TINY_TARGET), path, dtype=dtype
+                )
         return load_bundle(path, verify_hashes=False)
 
     return export
@@ -57,8 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine lacks; with DSPARK_REQUIRE_GPU=1 such a skip is a failure."""
     missing = {
         "gpu": None if _has_cuda() else "no CUDA device",
-        "trt": None if importlib.util.find_spec("tensorrt_rtx") else "tensorrt-rtx is not installed",
+        "trt": None
+        if importlib.util.find_spec("tensorrt_rtx")
+        else "tensorrt-rtx is not installed",
     }
+    # pytest adds its handlers to loggers that do not propagate, and torch traces as soon as one has a
+    # handler: exports take twice as long.
+    logging.getLogger("torch.__trace").propagate = True
     for item in items:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
