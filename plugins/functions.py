@@ -40,15 +40,16 @@ def Pick(weights, uniforms):  # [B, n], [B] -> int64 [B]
 @script(dspark, default_opset=op)
 def Draw(weights, uniforms):  # [B, V], [B] -> int64 [B]
     """Two-level inverse CDF: a block of tokens, then a token inside it."""
-    ragged = op.Shape(weights, start=1, end=2) % BLOCK
-    padding = (BLOCK - ragged) % BLOCK
+    vocab = op.Shape(weights, start=1, end=2)
+    size = op.Min(op.Constant(value_ints=[BLOCK]), vocab)
+    padding = (size - vocab % size) % size
     padded = op.Pad(weights, op.Concat([0, 0, 0], padding, axis=0))
-    blocks = op.Reshape(padded, op.Constant(value_ints=[0, -1, BLOCK]))
+    blocks = op.Reshape(padded, op.Concat([0, -1], size, axis=0))
     block = Pick(op.ReduceSum(blocks, [2], keepdims=0), uniforms)
     inside = op.GatherND(blocks, op.Unsqueeze(block, [1]), batch_dims=1)
     steps = op.Cast(uniforms * STEPS, to=INT64)
     second = op.Cast(steps * SPREAD % UNIFORM_STEPS, to=FLOAT) / STEPS
-    return block * BLOCK + Pick(inside, second)
+    return block * size + Pick(inside, second)
 
 
 @script(dspark, default_opset=op)
@@ -73,9 +74,11 @@ def RowsOfRequests(offsets, draft_tokens):  # [B+1], [B, K] -> int64 [B, K+1], b
 @script(dspark, default_opset=op)
 def RequestOf(rows, offsets):  # int64 [T], [B+1] -> int64 [T]
     """The request each row index belongs to; rows behind the last request count as its."""
-    later_starts = op.Unsqueeze(offsets[1:-1], [0])
-    passed = op.Unsqueeze(rows, [1]) >= later_starts
-    return op.ReduceSum(op.Cast(passed, to=INT64), [1], keepdims=0)
+    starts = offsets[:-1]
+    marks = op.ScatterElements(
+        op.Cast(rows * 0, to=INT32), starts, op.Cast(starts * 0 + 1, to=INT32)
+    )
+    return op.Cast(op.CumSum(marks, 0), to=INT64) - 1
 
 
 @script(dspark, default_opset=op)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vectorised speculative rounds on `chains`: drafts and verification run through the ONNX functions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from dspark_trt.plugins.contract import DOMAIN, OPSET, VerifyMode
+from dspark_trt.plugins.distribution import Processors, process_logits, target_distribution
+from dspark_trt.plugins.specification import Verified
+from dspark_trt.plugins.verify_model import function_protos, verify_model
+from tests.plugins.cases import session_of
+from tests.plugins.chains import Chain
+
+GAMMA = 3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What every request of a test asks for."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    draft_temperature: float = 1.0
+    processors: dict[str, Any] = field(default_factory=dict)  # of one request
+
+    def inputs(self, requests: int) -> dict[str, NDArray[Any]]:
+        def full(value: float, dtype: str = "float32") -> NDArray[Any]:
+            return np.full(requests, value, dtype)
+
+        return {
+            "temperature": full(self.temperature),
+            "top_k": full(self.top_k, "int64"),
+            "top_p": full(self.top_p),
+            "min_p": full(self.min_p),
+        }
+
+
+def target_law(chain: Chain, sampling: Sampling) -> NDArray[np.float64]:
+    """The distribution [S, V] the target alone would sample from in each state."""
+    logits = chain.target
+    if sampling.processors:
+        logits = np.stack([_processed(chain, s, sampling) for s in range(len(logits))])
+    rows = [
+        target_distribution(
+            row,
+            np.float32(sampling.temperature),
+            np.int64(sampling.top_k),
+            np.float32(sampling.top_p),
+            np.float32(sampling.min_p),
+        )
+        for row in logits
+    ]
+    return np.stack([row for row in rows if row is not None]).astype(np.float64)
+
+
+def _processed(chain: Chain, state: int, sampling: Sampling) -> NDArray[np.float32]:
+    """One state's logits: its prefix was drafted in this block, so it comes as the drafts before the row."""
+    prefix = chain.prefix[state]
+    rows = np.tile(chain.target[state], (len(prefix) + 1, 1))
+    one = {name: np.asarray(value)[None] for name, value in sampling.processors.items()}
+    one["allowed"] = np.tile(one["allowed"], (len(rows), 1))
+    drafts = np.array([[*prefix, 0]])
+    return process_logits(rows, np.array([0, len(rows)]), drafts, Processors(**one))[-1]
+
+
+def draft_law(chain: Chain, sampling: Sampling) -> NDArray[np.float64]:
+    scaled = chain.draft.astype(np.float64) / sampling.draft_temperature
+    weights = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+@cache
+def sampler(name: str) -> ort.InferenceSession:
+    """`SampleDraft` or `SampleCoupled` as a graph of its own."""
+    from dspark_trt.plugins.coupled_functions import SampleCoupled
+    from dspark_trt.plugins.functions import SampleDraft
+
+    noise = {"SampleDraft": {"uniforms": TensorProto.FLOAT}, "SampleCoupled": {"seeds": TensorProto.INT64, "positions": TensorProto.INT64}}[name]  # fmt: skip
+    function = {"SampleDraft": SampleDraft, "SampleCoupled": SampleCoupled}[name]
+    inputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ("batch", "vocab"))]
+    vectors = {"temperature": TensorProto.FLOAT, **noise}
+    inputs += [helper.make_tensor_value_info(n, t, ("batch",)) for n, t in vectors.items()]
+    graph = helper.make_graph(
+        [helper.make_node(name, [i.name for i in inputs], ["tokens"], domain=DOMAIN)],
+        name,
+        inputs,
+        [helper.make_tensor_value_info("tokens", TensorProto.INT64, ("batch",))],
+    )
+    model = helper.make_model(
+        graph,
+        functions=function_protos(function),
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+        ir_version=11,
+    )
+    return session_of(model)
+
+
+@cache
+def verifier(mode: VerifyMode, vocab_size: int, processors: bool) -> ort.InferenceSession:
+    return session_of(
+        verify_model(mode=mode, gamma=GAMMA, vocab_size=vocab_size, processors=processors)
+    )
+
+
+Bias = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Inputs of one round of R requests that all start in the same or in their own states [R]."""
+
+    chain: Chain
+    sampling: Sampling
+    states: NDArray[np.int64]
+    rng: np.random.Generator
+    bias: Bias | None = None
+
+    def rejection(self) -> Verified:
+        requests = len(self.states)
+        path, drafts, draft_rows = self._draft(
+            lambda k: {"uniforms": self.rng.random(requests, np.float32)}
+        )
+        uniforms = self.rng.random((requests, GAMMA + 1), np.float32)
+        if self.bias is not None:
+            uniforms[:, :-1] = self.bias(uniforms[:, :-1])
+        inputs = {
+            "draft_logits": draft_rows,
+            "draft_temperature": np.full(requests, self.sampling.draft_temperature, np.float32),
+            "uniforms": uniforms,
+        }
+        return self._verify(VerifyMode.REJECTION, path, drafts, inputs)
+
+    def coupled(self, seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> Verified:
+        path, drafts, _ = self._draft(
+            lambda k: {"seeds": seeds, "positions": positions + k}, "SampleCoupled"
+        )
+        return self._verify(
+            VerifyMode.COUPLED, path, drafts, {"seeds": seeds, "positions": positions}
+        )
+
+    def _draft(
+        self, noise: Callable[[int], dict[str, NDArray[Any]]], name: str = "SampleDraft"
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """States [R, γ+1], drafts [R, γ] and the logits they came from [R, γ, V]."""
+        temperature = np.full(len(self.states), self.sampling.draft_temperature, np.float32)
+        states, drafts, rows = [self.states], [], []
+        for k in range(GAMMA):
+            logits = self.chain.draft[states[-1]]
+            feed = {"logits": logits, "temperature": temperature, **noise(k)}
+            (tokens,) = sampler(name).run(None, feed)
+            drafts.append(tokens)
+            rows.append(logits)
+            states.append(self.chain.step[states[-1], tokens])
+        return np.stack(states, 1), np.stack(drafts, 1), np.stack(rows, 1)
+
+    def _verify(
+        self,
+        mode: VerifyMode,
+        path: NDArray[np.int64],
+        drafts: NDArray[np.int64],
+        inputs: dict[str, NDArray[Any]],
+    ) -> Verified:
+        requests, vocab_size = len(drafts), self.chain.target.shape[1]
+        processors = {
+            name: np.tile(value, (requests, *np.ndim(value) * (1,)))
+            for name, value in self.sampling.processors.items()
+        }
+        if processors:
+            processors["allowed"] = np.repeat(processors["allowed"], GAMMA + 1, axis=0)
+        feed = {
+            "target_logits": self.chain.target[path.reshape(-1)],
+            "offsets": np.arange(requests + 1) * (GAMMA + 1),
+            "draft_tokens": drafts,
+            **self.sampling.inputs(requests),
+            **inputs,
+            **processors,
+        }
+        return Verified(*verifier(mode, vocab_size, bool(processors)).run(None, feed))
