@@ -50,14 +50,15 @@ class DraftAttention(nn.Module):
 
     def keys_values(self, rows: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Rows `[B, N, H]` -> keys and values `[B, Hkv, N, D]` of the cache's dtype."""
-        keys, values = self.kv_proj(rows).chunk(2, dim=-1)
-        keys = keys.unflatten(-1, (self.decoder.num_kv_heads, self.decoder.head_dim))
-        values = values.unflatten(-1, (self.decoder.num_kv_heads, self.decoder.head_dim))
+        keys, values = map(self._heads, self.kv_proj(rows).chunk(2, dim=-1))
         if self.decoder.qk_norm:
             keys = self.k_norm(keys)
-        keys = rotary(keys, *rotation)
+        keys = rotary(keys.transpose(1, 2), *rotation)
         dtype = self.kv_proj.weight.dtype
-        return keys.transpose(1, 2).to(dtype), values.transpose(1, 2).to(dtype)
+        return keys.to(dtype), values.transpose(1, 2).to(dtype)
+
+    def _heads(self, x: Tensor) -> Tensor:  # [B, N, heads*D] -> [B, N, heads, D]
+        return x.unflatten(-1, (-1, self.decoder.head_dim))
 
     def forward(
         self,
@@ -68,10 +69,10 @@ class DraftAttention(nn.Module):
         value_cache: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = (self.decoder.num_heads, self.decoder.head_dim)
-        queries = self.q_proj(block).unflatten(-1, heads)
+        queries = self._heads(self.q_proj(block))
         if self.decoder.qk_norm:
             queries = self.q_norm(queries)
-        queries = rotary(queries, *packing.block_rotation).transpose(1, 2)
+        queries = rotary(queries.transpose(1, 2), *packing.block_rotation)
         candidates = torch.cat((context, block), 1).flatten(0, 1)
         rows = functional.embedding(packing.source, candidates)
         keys, values = self.keys_values(rows, packing.row_rotation)

@@ -40,15 +40,10 @@ def rms_norm(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """ONNX `RotaryEmbedding`, half-split pairing: float32 `[B, N, heads, D]` by `[B, N, D/2]` tables."""
+    """ONNX `RotaryEmbedding`, half-split pairing: float32 `[B, heads, N, D]` by `[B, N, D/2]` tables."""
     if torch.compiler.is_exporting():
-        flat = x.flatten(-2)
-        attrs = {"num_heads": x.shape[-2]}
-        turned = _node(
-            "RotaryEmbedding", (flat, cos, sin), attrs, dtype=x.dtype, shape=flat.shape
-        )
-        return turned.unflatten(-1, x.shape[-2:])
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return _node("RotaryEmbedding", (x, cos, sin), {}, dtype=x.dtype, shape=x.shape)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 

@@ -28,7 +28,7 @@ class RaggedRows:
     )
     unpad_index: Tensor  # int64 [T]: padded place of each flattened row
     context_len: Tensor  # int64 [B]
-    rotation: tuple[Tensor, Tensor]  # float32 [1, T, D/2]
+    rotation: tuple[Tensor, Tensor]  # float32 [B, L, D/2]
 
 
 class TargetAttention(nn.Module):
@@ -47,16 +47,14 @@ class TargetAttention(nn.Module):
     def forward(
         self, rows: Tensor, ragged: RaggedRows, key_cache: Tensor, value_cache: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = self.qkv_proj(rows).split(self.sizes, dim=-1)
-        queries, keys = self._heads(queries), self._heads(keys)
+        padded = functional.embedding(ragged.pad_index, self.qkv_proj(rows))
+        queries, keys, values = map(self._heads, padded.split(self.sizes, dim=-1))
         if self.decoder.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = rotary(queries.unsqueeze(0), *ragged.rotation).squeeze(0).flatten(-2)
-        keys = rotary(keys.unsqueeze(0), *ragged.rotation).squeeze(0).flatten(-2)
+        queries = rotary(queries.transpose(1, 2), *ragged.rotation)
+        keys = rotary(keys.transpose(1, 2), *ragged.rotation)
         dtype = self.qkv_proj.weight.dtype
-        queries, keys, values = (
-            self._padded(x, ragged.pad_index).to(dtype) for x in (queries, keys, values)
-        )
+        queries, keys, values = (x.to(dtype) for x in (queries, keys, values.transpose(1, 2)))
         key_cache = scatter_rows(key_cache, keys, ragged.context_len)
         value_cache = scatter_rows(value_cache, values, ragged.context_len)
         valid_len = ragged.context_len + ragged.pad_index.shape[1]
@@ -68,13 +66,8 @@ class TargetAttention(nn.Module):
             value_cache,
         )
 
-    def _heads(self, x: Tensor) -> Tensor:  # [T, heads*D] -> [T, heads, D]
+    def _heads(self, x: Tensor) -> Tensor:  # [B, L, heads*D] -> [B, L, heads, D]
         return x.unflatten(-1, (-1, self.decoder.head_dim))
-
-    def _padded(
-        self, x: Tensor, pad_index: Tensor
-    ) -> Tensor:  # [T, heads*D] -> [B, heads, L, D]
-        return self._heads(functional.embedding(pad_index, x)).transpose(1, 2)
 
 
 class TargetLayer(nn.Module):
@@ -120,9 +113,8 @@ class Target(nn.Module):
         *caches: Tensor,  # 2L x [B, Hkv, S, D]
     ) -> tuple[Tensor, ...]:
         """Logits float32 `[R, V]`, taps float32 `[T, m*H]`, caches."""
-        ragged = RaggedRows(
-            pad_index, unpad_index, context_len, self.rotary(positions.unsqueeze(0))
-        )
+        padded = functional.embedding(pad_index, positions.unsqueeze(-1)).squeeze(-1)
+        ragged = RaggedRows(pad_index, unpad_index, context_len, self.rotary(padded))
         hidden = self.embed_tokens(token_ids).float()
         taps = {-1: hidden}
         updated = []
