@@ -78,7 +78,7 @@ class Bundle:
         if f"{name}.onnx" not in self.files:
             hint = (
                 " Export again with --target to run the target from this bundle."
-                if name in ("target", "verify")
+                if name == "target"
                 else ""
             )
             raise BundleError(
