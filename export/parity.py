@@ -163,7 +163,8 @@ def _run_module(graph: Graph, inputs: Arrays) -> Arrays:
     tensors = [torch.from_numpy(inputs[name].copy()) for name in graph.bindings.input_names]
     with torch.inference_mode():
         results = graph.module(*tensors)
-    return dict(zip(graph.bindings.output_names, (r.numpy() for r in results), strict=True))
+    arrays = (result.contiguous().numpy() for result in results)  # Polygraphy asks for it
+    return dict(zip(graph.bindings.output_names, arrays, strict=True))
 
 
 def _run_graph(path: Path, inputs: Arrays) -> Arrays:
