@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import onnx
 
@@ -20,7 +20,6 @@ from dspark_trt.export.engines.libraries import load_library, polygraphy_loaders
 from dspark_trt.export.engines.progress import PhaseTree
 
 _REPORT_EVERY_S = 0.1
-_CHUNK_BYTES = 1 << 24
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -75,21 +74,12 @@ def engine_from_onnx(job: Job, send: Send) -> dict[str, Any]:
         if not parser.parse(model.SerializeToString(), str(job.graph)):
             raise BuildError(_parser_errors(parser))
         described = _describe(trt, network)
-        plan = loaders.engine_bytes_from_network(
-            (builder, network, parser),
-            config=_config(job, trt, loaders, _monitor(trt, send)),
-            save_timing_cache=job.timing_cache and str(job.timing_cache),
-        )
+        config = _config(job, trt, loaders, _monitor(trt, send))(builder, network)
+        written = _write_plan(trt, builder, network, config, job.output)
+        _save_timing_cache(job, config)
     except PolygraphyException as error:
-        raise BuildError("no engine came out of the builder") from error
-    sha256 = _write(job.output, plan)
-    return {
-        **described,
-        "sha256": sha256,
-        "size_bytes": job.output.stat().st_size,
-        "seconds": round(time.perf_counter() - started, 3),
-        "peak_bytes": _peak_bytes(),
-    }
+        raise BuildError(str(error)) from error
+    return {**described, **written, **_cost(started)}
 
 
 def engine_from_stripped(job: Job) -> dict[str, Any]:
@@ -112,13 +102,11 @@ def engine_from_stripped(job: Job) -> dict[str, Any]:
         raise BuildError(f"the weights of {job.graph} do not fit {job.refit}")
     serialization = engine.create_serialization_config()
     serialization.flags &= ~(1 << int(trt.SerializationFlag.EXCLUDE_WEIGHTS))
-    sha256 = _write(job.output, engine.serialize_with_config(serialization))
-    return {
-        "sha256": sha256,
-        "size_bytes": job.output.stat().st_size,
-        "seconds": round(time.perf_counter() - started, 3),
-        "peak_bytes": _peak_bytes(),
-    }
+    plan = engine.serialize_with_config(serialization)
+    with job.output.open("wb") as stream:
+        writer = _HashedFile(stream)
+        writer.write(memoryview(plan).cast("B"))
+    return {**writer.record(), **_cost(started)}
 
 
 def engine_model(job: Job) -> onnx.ModelProto:
@@ -246,15 +234,53 @@ def _parser_errors(parser: Any) -> str:
     return "its parser refuses " + "; ".join(dict.fromkeys(shown[:3]))
 
 
-def _write(path: Path, plan: Any) -> str:
-    digest = hashlib.sha256()
-    view = memoryview(plan).cast("B")
+class _HashedFile:
+    """Hashes what passes through to a file, so that no plan is read again."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._digest.update(data)
+        self._bytes += len(data)
+        return self._stream.write(data)
+
+    def record(self) -> dict[str, Any]:
+        return {"sha256": self._digest.hexdigest(), "size_bytes": self._bytes}
+
+
+def _write_plan(
+    trt: Any, builder: Any, network: Any, config: Any, path: Path
+) -> dict[str, Any]:
+    """Build into a file piece by piece: a plan held in memory would cost the weights once more."""
     with path.open("wb") as stream:
-        for start in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[start : start + _CHUNK_BYTES]
-            digest.update(chunk)
-            stream.write(chunk)
-    return digest.hexdigest()
+        file = _HashedFile(stream)
+
+        class Writer(trt.IStreamWriter):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+
+            def write(self, data: bytes) -> int:
+                return file.write(data)
+
+        if not builder.build_serialized_network_to_stream(network, config, Writer()):
+            raise BuildError("no engine came out of the builder")
+    return file.record()
+
+
+def _save_timing_cache(job: Job, config: Any) -> None:
+    """Kernel timings speed up the next build; TensorRT-RTX times nothing while it builds."""
+    if job.timing_cache is not None:
+        temporary = job.timing_cache.with_suffix(".partial")
+        temporary.write_bytes(config.get_timing_cache().serialize())
+        temporary.replace(job.timing_cache)
+
+
+def _cost(started: float) -> dict[str, Any]:
+    return {
+        "seconds": round(time.perf_counter() - started, 3),
+        "peak_bytes": _peak_bytes(),
+    }
 
 
 def _peak_bytes() -> int | None:
