@@ -327,8 +327,9 @@ def test_the_fused_graph_of_the_other_pairs_of_heads(
         "temperature": np.array([0, 1], np.float32),
         "uniforms": random.random((2, gamma), np.float32),
     }
-    for cache in bindings.cache_bindings(checkpoint.config.decoder, "float32", "past"):
-        shape = (2, *(d for d in cache.shape[1:2]), CAPACITY, cache.shape[3])
+    decoder = checkpoint.config.decoder
+    shape = (2, decoder.num_kv_heads, CAPACITY, decoder.head_dim)
+    for cache in bindings.cache_bindings(decoder, "float32", "past"):
         inputs[cache.name] = random.standard_normal(shape, np.float32)
     outputs = run(path, inputs)
     with torch.inference_mode():
