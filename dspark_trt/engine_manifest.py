@@ -7,6 +7,7 @@ one would end the process at worst.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -252,9 +253,9 @@ def _engine_sets(bundle: Bundle) -> Iterator[EngineSet]:
 
 def _runs_in(engines: EngineSet, version: str) -> bool:
     """Plans run in the version that built them; version-compatible ones also in later ones of its major."""
-    built, installed = (tuple(map(int, v.split("."))) for v in (engines.version, version))
+    built, installed = (re.findall(r"\d+", v) for v in (engines.version, version))
     if engines.version_compatible:
-        return built[0] == installed[0] and built <= installed
+        return built[:1] == installed[:1] and [*map(int, built)] <= [*map(int, installed)]
     return built == installed
 
 

@@ -59,14 +59,8 @@ nest (bool a, bool b, bool c, float[n] x) => (float[n] y, float[n] z)
 """
 
 
-def every_node(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    found: list[onnx.NodeProto] = []
-    pending = [*model.graph.node, *(n for f in model.functions for n in f.node)]
-    while pending:
-        node = pending.pop()
-        found.append(node)
-        pending += [inner for a in node.attribute for inner in a.g.node]
-    return found
+def verifier(mode: str) -> onnx.ModelProto:
+    return verify_model(mode=mode, gamma=GAMMA, vocab_size=VOCAB)
 
 
 def depth_of_conditionals(nodes: Any) -> int:
@@ -131,7 +125,7 @@ def test_what_an_outer_condition_skips_stays_conditional() -> None:
 
 
 def test_graphs_without_nested_conditionals_are_returned_as_they_are() -> None:
-    model = verify_model(mode="greedy", **SIZES)
+    model = verifier("greedy")
     assert unnest_conditionals(model) is model
 
 
@@ -139,7 +133,7 @@ def test_graphs_without_nested_conditionals_are_returned_as_they_are() -> None:
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_verification_survives_unnesting(temperature: float, top_k: int) -> None:
     """With every path through its conditionals: greedy or not, filtered or not."""
-    model = verify_model(mode="rejection", **SIZES)
+    model = verifier("rejection")
     flat = for_tensorrt_rtx(model, capacity=64)
     assert depth_of_conditionals(flat.graph.node) == 1
     assert not flat.functions
@@ -164,7 +158,7 @@ def test_verification_survives_unnesting(temperature: float, top_k: int) -> None
 @pytest.mark.parametrize("place", ["graph", "function", "branch"])
 def test_a_node_that_only_a_plugin_implements_never_reaches_tensorrt_rtx(place: str) -> None:
     node = helper.make_node("Mystery", ["x"], ["y"], name="culprit", domain=DOMAIN)
-    model = verify_model(mode="greedy", **SIZES)
+    model = verifier("greedy")
     if place == "graph":
         model.graph.node.append(node)
     elif place == "function":
@@ -180,14 +174,14 @@ def test_a_node_that_only_a_plugin_implements_never_reaches_tensorrt_rtx(place: 
 
 
 def test_a_plugin_graph_never_reaches_tensorrt_rtx() -> None:
-    plugins = for_plugin(verify_model(mode="rejection", **SIZES), **SIZES)
+    plugins = for_plugin(verifier("rejection"), **SIZES)
     with pytest.raises(BuildError, match=r"only a plugin could run; TensorRT-RTX has none"):
         for_tensorrt_rtx(plugins, capacity=64)
 
 
 @pytest.mark.parametrize("mode", ["rejection", "coupled"])
 def test_tensorrt_gets_plugin_nodes_and_no_function_body(mode: str) -> None:
-    model = verify_model(mode=mode, **SIZES)
+    model = verifier(mode)
     prepared = for_tensorrt(model, capacity=64, **SIZES)
     assert not prepared.functions
     assert {node.domain for node in prepared.graph.node} == {DOMAIN}
@@ -198,7 +192,7 @@ def test_tensorrt_gets_plugin_nodes_and_no_function_body(mode: str) -> None:
 
 
 def test_graphs_without_verification_keep_their_bodies_for_tensorrt() -> None:
-    model = verify_model(mode="greedy", **SIZES)
+    model = verifier("greedy")
     assert for_plugin(model, **SIZES) is model
 
 

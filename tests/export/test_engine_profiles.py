@@ -2,6 +2,7 @@
 """Limits, buckets and optimisation profiles: pure functions of a bundle's description."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_buckets_waste_less_than_half(largest: int) -> None:
     assert chosen[0] == 1
     assert chosen[-1] == largest
     assert list(chosen) == sorted(set(chosen))
-    assert all(after <= 2 * before for before, after in zip(chosen, chosen[1:], strict=False))
+    assert all(after <= 2 * before for before, after in pairwise(chosen))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
