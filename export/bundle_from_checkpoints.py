@@ -187,7 +187,7 @@ def _check_disk(output: Path, sources: tuple[dict[str, ParameterSource], ...]) -
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise ExportError(
-            f"{output} needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on that disk"
+            f"{output} needs about {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free on that disk"
         )
 
 
