@@ -44,7 +44,7 @@ from dspark_trt.export.engines.support import (
 from dspark_trt.gpu import visible_gpu
 
 _TOOLS = ("onnx", "polygraphy")
-_LAST_LINES = 3  # of what a library printed, quoted when it fails without saying why
+_QUOTED = 400  # characters of a library's own words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def _build_one(
         refit=plan.stripped.path.absolute() / file if plan.stripped else None,
     )
     try:
-        built = _run(job, graph, on_progress)
+        built = run_job(job, graph, on_progress)
         partial.replace(engines.path / file)
     finally:
         partial.unlink(missing_ok=True)
@@ -235,8 +235,12 @@ def _stripped_record(stripped: EngineSet, graph: str, structure: str) -> EngineR
     return record
 
 
-def _run(job: Job, graph: str, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
-    """Let a worker do a job; returns its result."""
+def run_job(job: Job, graph: str, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """Let a worker do a job; returns its result (see `engine_from_onnx`).
+
+    Raises:
+        BuildError: it failed, or its process ended.
+    """
     result: dict[str, Any] = {}
     reason = ""
     with tempfile.TemporaryFile("w+", errors="replace") as printed:
@@ -292,10 +296,17 @@ def _failure(job: Job, graph: str, returncode: int, reason: str, printed: str) -
             + (" (out of memory?)" if name == "SIGKILL" else "")
         )
     words += [reason] if reason else []
-    errors = [line.strip() for line in printed.splitlines() if "[E]" in line or "Error" in line]
     if not reason.startswith("its parser"):
-        words += list(dict.fromkeys(errors))[-_LAST_LINES:]
+        words += _first_error(printed)
     return ": ".join(words)
+
+
+def _first_error(printed: str) -> list[str]:
+    """What a library said first, without the complaint about a missing driver that it has on any CPU."""
+    lines = (
+        line.strip().removeprefix("[E] ") for line in printed.splitlines() if "Error" in line
+    )
+    return [line[:_QUOTED] for line in lines if "CUDA driver version" not in line][:1]
 
 
 def _plugin_sha256() -> str:

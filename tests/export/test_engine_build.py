@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines built on a CPU by TensorRT-RTX: what is in the plans, in the manifest, and in the refusals."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import typer
+from onnx import TensorProto, helper
+from typer.testing import CliRunner
+
+from dspark_trt.bundle import Bundle, load_bundle, record_files, write_manifest
+from dspark_trt.cli.build import command
+from dspark_trt.engine_manifest import (
+    EngineSet,
+    Profile,
+    check_engine,
+    find_engines,
+    read_engine_manifest,
+)
+from dspark_trt.errors import BuildError, BundleError
+from dspark_trt.export.engines.build import (
+    BuildOptions,
+    Progress,
+    build_engines,
+    plan_build,
+    run_job,
+)
+from dspark_trt.export.engines.describe import describe_engine
+from dspark_trt.export.engines.engine_from_onnx import Job
+from dspark_trt.export.engines.libraries import load_library
+from dspark_trt.export.engines.profiles import graph_bindings
+from dspark_trt.plugins.filter_functions import Halve
+from tests.conftest import ExportBundle
+from tests.export.engine_plan_reader import Plan, read_plan
+
+pytestmark = pytest.mark.trt
+
+CAPACITY, BATCH, TOKENS = 256, 4, 64
+SMALL = BuildOptions(
+    backend="tensorrt-rtx", max_batch=BATCH, max_tokens=TOKENS, capacity=CAPACITY
+)
+CACHED = ("context", "draft", "backbone", "target")
+OTHERS = ("sequential_head", "confidence_head", "verify_greedy")
+# TensorRT-RTX walks a search whose two bounds depend on each other 2^steps times, and never returns.
+ENDLESS = "high" in [value.name for value in Halve.function_ir.inputs]
+endless = pytest.mark.xfail(
+    ENDLESS, run=False, reason="the halving search of top-k and top-p keeps two bounds"
+)
+
+
+@pytest.fixture
+def bundle(fixture_bundle: ExportBundle, tmp_path: Path) -> Bundle:
+    """A copy of the trained fixture in float16 that a test may change."""
+    shared = fixture_bundle("dspark-vanilla", dtype="float16")
+    return load_bundle(shutil.copytree(shared.path, tmp_path / "bundle"), verify_hashes=False)
+
+
+@pytest.fixture(scope="module")
+def built(
+    fixture_bundle: ExportBundle, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Bundle, EngineSet]:
+    """The fixture with engines of all graphs that TensorRT-RTX gets through."""
+    shared = fixture_bundle("dspark-vanilla", dtype="float16")
+    copy = shutil.copytree(shared.path, tmp_path_factory.mktemp("engines") / "bundle")
+    bundle = load_bundle(copy, verify_hashes=False)
+    graphs = (*CACHED, *OTHERS) if ENDLESS else bundle.graph_names
+    return bundle, build_engines(plan_build(bundle, replace(SMALL, graphs=graphs)))
+
+
+def plan_of(engines: EngineSet, graph: str) -> Plan:
+    return read_plan((engines.path / engines.engines[graph].file).read_bytes())
+
+
+every_graph = pytest.mark.parametrize(
+    "graph",
+    [
+        *CACHED,
+        *OTHERS,
+        pytest.param("verify", marks=endless),
+        pytest.param("verify_processed", marks=endless),
+    ],
+)
+
+
+@every_graph
+def test_tensors_in_the_plan_are_those_of_the_contract(
+    built: tuple[Bundle, EngineSet], graph: str
+) -> None:
+    bundle, engines = built
+    contract, plan = graph_bindings(bundle, graph), plan_of(engines, graph)
+    expected = {
+        binding.name: (
+            index,
+            binding.name in contract.input_names,
+            binding.dtype,
+            tuple(
+                CAPACITY if d == "capacity" else d if isinstance(d, int) else -1
+                for d in binding.shape
+            ),
+        )
+        for index, binding in enumerate((*contract.inputs, *contract.outputs))
+    }
+    assert {
+        t.name: (t.index, t.is_input, t.dtype, t.shape) for t in plan.tensors.values()
+    } == expected
+
+
+@every_graph
+def test_profiles_in_the_plan_are_those_of_the_manifest(
+    built: tuple[Bundle, EngineSet], graph: str
+) -> None:
+    _, engines = built
+    plan = plan_of(engines, graph)
+    found = [
+        {t.name: shapes[t.index] for t in plan.tensors.values() if t.is_input}
+        for shapes in plan.profiles
+    ]
+    assert found == [dict(profile.shapes) for profile in engines.engines[graph].profiles]
+
+
+@every_graph
+def test_the_manifest_says_what_the_plan_holds(
+    built: tuple[Bundle, EngineSet], graph: str
+) -> None:
+    _, engines = built
+    record, plan = engines.engines[graph], plan_of(engines, graph)
+    for binding in (*record.inputs, *record.outputs):
+        tensor = plan.tensors[binding.name]
+        assert (tensor.dtype, tensor.shape) == (binding.dtype, binding.shape)
+    assert engines.version == ".".join(map(str, plan.version))
+    assert record.seconds > 0
+    assert record.peak_bytes is None or record.peak_bytes > record.size_bytes
+
+
+@pytest.mark.parametrize("graph", CACHED)
+def test_caches_are_updated_in_place(built: tuple[Bundle, EngineSet], graph: str) -> None:
+    """The compiled graph reads and writes each cache under one name: that of the output."""
+    bundle, engines = built
+    contract, plan = graph_bindings(bundle, graph), plan_of(engines, graph)
+    present = {name for name in contract.output_names if name.startswith("present_")}
+    past = {name.replace("present", "past") for name in present}
+    assert past <= set(contract.input_names)
+    assert plan.compiled_inputs & plan.compiled_outputs == present
+    assert not plan.compiled_inputs & past
+    assert engines.engines[graph].aliases == {
+        name: name.replace("present", "past") for name in present
+    }
+
+
+def test_engines_are_found_by_a_machine_that_can_run_them(
+    built: tuple[Bundle, EngineSet],
+) -> None:
+    bundle, engines = built
+    library = load_library("tensorrt-rtx")
+    found = find_engines(bundle, "tensorrt-rtx", version=library.version, device_arch="sm120")
+    assert found == read_engine_manifest(engines.path) == engines
+    for graph in engines.engines:
+        assert check_engine(found, graph, bundle).is_file()
+    assert load_bundle(bundle.path).fingerprint() == engines.bundle_fingerprint
+
+
+def test_tampered_engines_are_refused(built: tuple[Bundle, EngineSet]) -> None:
+    bundle, engines = built
+    file = engines.path / "sequential_head.engine"
+    whole = file.read_bytes()
+    try:
+        file.write_bytes(whole[:-1])
+        with pytest.raises(
+            BundleError, match=r"bytes, expected .*dspark-trt build .*--capacity 256"
+        ):
+            check_engine(engines, "sequential_head", bundle)
+        with pytest.raises(BundleError, match=r"bytes, expected"):
+            describe_engine(file)
+    finally:
+        file.write_bytes(whole)
+    check_engine(engines, "sequential_head", bundle)
+
+
+def test_description_of_an_engine(built: tuple[Bundle, EngineSet]) -> None:
+    _, engines = built
+    facts = json.loads(json.dumps(describe_engine(engines.path / "draft.engine")))
+    taps = next(item for item in facts["inputs"] if item["name"] == "new_taps")
+    assert taps["profiles"] == {"all": [[1, 8, 384], [1, 8, 384], [BATCH, 8, 384]]}
+    caches = {item["name"]: item["in_place_of"] for item in facts["outputs"]}
+    assert caches["present_value_1"] == "past_value_1"
+    assert caches["tokens"] is None
+    assert facts["network_layers"]["KV_CACHE_UPDATE"] == 4
+    assert facts["limits"] == {"batch": BATCH, "tokens": TOKENS, "capacity": CAPACITY}
+    with pytest.raises(BundleError, match=r"no engine other.engine; it has .*draft.engine"):
+        describe_engine(engines.path / "other.engine")
+
+
+def test_command_line(bundle: Bundle) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    arguments = [str(bundle.path), "--backend", "tensorrt-rtx", "--graph", "confidence_head"]
+    limits = ["--max-batch", "2", "--arch", "sm89", "--arch", "sm86"]
+    answer = CliRunner().invoke(app, [*arguments, *limits, "--json"])
+    assert answer.exit_code == 0, answer.output
+    printed = json.loads(answer.stdout)
+    assert printed["archs"] == ["sm86", "sm89"]
+    assert printed["limits"] == {"max_batch": 2, "max_tokens": 512, "capacity": 1024}
+    (engine,) = printed["engines"]
+    file = Path(engine["path"])
+    assert file.parent.name.startswith("tensorrt-rtx-sm86_sm89-")
+    assert engine["bytes"] == file.stat().st_size
+    assert engine["seconds"] > 0
+    shown = CliRunner().invoke(app, arguments)
+    assert "at most 8 requests (--max-batch)" in shown.stderr
+    assert "confidence_head.engine" in shown.stdout
+
+
+def test_later_builds_add_to_a_set_or_replace_it(bundle: Bundle) -> None:
+    def build(graph: str, **changes: Any) -> EngineSet:
+        return build_engines(plan_build(bundle, replace(SMALL, graphs=(graph,), **changes)))
+
+    build("sequential_head")
+    both = build("verify_greedy")
+    assert set(both.engines) == {"sequential_head", "verify_greedy"}
+    other = build("confidence_head", max_batch=2)
+    assert set(other.engines) == {"confidence_head"}
+    assert other.path == both.path
+    assert {file.name for file in other.path.iterdir()} == {
+        "manifest.json",
+        "confidence_head.engine",
+    }
+
+
+def test_progress_only_rises(bundle: Bundle) -> None:
+    seen: list[Progress] = []
+    plan = plan_build(bundle, replace(SMALL, graphs=("target",)))
+    build_engines(plan, on_progress=seen.append)
+    fractions = [report.fraction for report in seen]
+    assert len(fractions) > 1
+    assert fractions == sorted(fractions)
+    assert 0 <= fractions[0] < fractions[-1] <= 1
+
+
+def with_graph(bundle: Bundle, name: str, model: onnx.ModelProto) -> Bundle:
+    """The bundle with another graph under a name, as if it had been exported so."""
+    for file in bundle.path.glob("*.json"):
+        file.unlink()
+    (bundle.path / f"{name}.onnx").write_bytes(model.SerializeToString())
+    changed = replace(bundle, files=record_files(bundle.path))
+    write_manifest(changed)
+    return load_bundle(bundle.path)
+
+
+def test_a_graph_the_parser_refuses(bundle: Bundle) -> None:
+    model = onnx.load(bundle.graph_path("verify_greedy"))
+    model.graph.node.append(
+        helper.make_node("Unique", ["draft_tokens"], ["unique"], name="culprit")
+    )
+    model.graph.output.append(helper.make_tensor_value_info("unique", TensorProto.INT64, None))
+    bundle = with_graph(bundle, "verify_greedy", model)
+    plan = plan_build(bundle, replace(SMALL, graphs=("verify_greedy",)))
+    message = (
+        r"engine of graph verify_greedy could not be built: its parser refuses .*\(Unique\)"
+    )
+    with pytest.raises(BuildError, match=message):
+        build_engines(plan)
+    assert [file.name for file in plan.engines.path.iterdir()] == ["manifest.json"]
+
+
+def float32_attention_for_turing(tmp_path: Path) -> Job:
+    """What is parsed, and then not compiled; `support` refuses it beforehand."""
+    shape = ("batch", 2, 4, 64)
+    names = ("q", "k", "v")
+    graph = helper.make_graph(
+        [helper.make_node("Attention", names, ["o"])],
+        "attention",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in names],
+        [helper.make_tensor_value_info("o", TensorProto.FLOAT, None)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    path = tmp_path / "attention.onnx"
+    path.write_bytes(model.SerializeToString())
+    shapes = dict.fromkeys(names, ((1, 2, 4, 64), (1, 2, 4, 64), (2, 2, 4, 64)))
+    return Job(
+        backend="tensorrt-rtx", graph=path, output=tmp_path / "out", capacity=64, gamma=1,
+        vocab_size=8, profiles=(Profile(name="all", shapes=shapes),), archs=("sm75",),
+        device_arch=None,
+    )  # fmt: skip
+
+
+def test_a_graph_that_does_not_compile(tmp_path: Path) -> None:
+    job = float32_attention_for_turing(tmp_path)
+    with pytest.raises(BuildError, match=r"graph attention could not be built: .*Error"):
+        run_job(job, "attention", lambda _: None)
+
+
+def children() -> set[int]:
+    me = os.getpid()
+    return set(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
+
+
+def test_a_library_that_ends_the_process(bundle: Bundle) -> None:
+    plan = plan_build(bundle, replace(SMALL, graphs=("draft",)))
+    others = children()
+
+    def end(progress: Progress) -> None:
+        if progress.fraction > 0:
+            (worker,) = children() - others
+            os.kill(worker, signal.SIGABRT)
+
+    with pytest.raises(BuildError, match=r"graph draft .*building process ended with SIGABRT"):
+        build_engines(plan, on_progress=end)
+    assert not list(plan.engines.path.glob(".*"))
+    assert read_engine_manifest(plan.engines.path).engines == {}
+
+
+def test_interruption_leaves_nothing_half_written(bundle: Bundle) -> None:
+    plan = plan_build(bundle, replace(SMALL, graphs=("draft",)))
+    others = children()
+
+    def interrupt(progress: Progress) -> None:
+        if progress.fraction > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engines(plan, on_progress=interrupt)
+    assert [file.name for file in plan.engines.path.iterdir()] == ["manifest.json"]
+    assert children() == others
+
+
+def test_engines_to_refit_need_a_gpu(built: tuple[Bundle, EngineSet]) -> None:
+    bundle, engines = built
+    options = replace(SMALL, refit=engines.path)
+    with pytest.raises(BuildError, match=r"made and filled on a GPU"):
+        plan_build(bundle, options)
