@@ -44,6 +44,9 @@ class EngineOptions:
     max_waiting: int = 1024
     max_cached_tokens: int | None = None  # positions of all active requests together
     prefix_cache_bytes: int = 0  # 0: no prefix cache
+    strict_margin: float = (
+        0.0  # greedy: best two logits this close are decided by one row alone
+    )
     drafter_trained_tokens: int | None = None  # warn beyond it
     drafter_rebase_tokens: int | None = None  # see DrafterWindow
 
@@ -59,6 +62,8 @@ class EngineOptions:
             raise RequestError(
                 f"drafter_rebase_tokens must be at least 2, got {self.drafter_rebase_tokens}"
             )
+        if not 0 <= self.strict_margin < float("inf"):
+            raise RequestError(f"strict_margin must be at least 0, got {self.strict_margin}")
         if self.drafter_rebase_tokens and self.prefix_cache_bytes:
             raise RequestError(
                 "a prefix cache holds drafter rows by position: it cannot be used with drafter_rebase_tokens"
@@ -116,6 +121,7 @@ class Engine:
             max_context_tokens=bundle.max_context_tokens,
             vocab=self._vocab,
             tap_size=bundle.draft.tap_size,
+            strict_margin=options.strict_margin,
         )
         self._waiting = WaitingQueue(
             AdmissionLimits(
@@ -371,13 +377,22 @@ class Engine:
             return
         self._rounds.draw_uniforms()
         try:
+            self._decide_near_ties()
             self._round(len(self._rounds.active))
         except BackendError as error:
             self._isolate(error)
 
-    def _round(self, count: int) -> None:
+    def _decide_near_ties(self) -> None:
+        """Requests stopped before a near tie decode one token alone, on one row."""
+        for sequence in [s for s in self._rounds.active if s.is_doubtful]:
+            self._rounds.bring_to_front(sequence)
+            self._round(1, is_plain=True)
+
+    def _round(self, count: int, *, is_plain: bool = False) -> None:
+        if not count:
+            return
         prefilling = [s for s in self._rounds.active[:count] if s.is_prefilling]
-        report = self._rounds.run(count)
+        report = self._rounds.run(count, is_plain=is_plain)
         for sequence in prefilling:
             if not sequence.is_prefilling and sequence.finish_reason is None:
                 self._store_prefix(sequence)
@@ -447,3 +462,18 @@ class Engine:
         self.metrics.finish(sequence.finish_reason)
         if sequence.error:
             _log.warning("request %d failed: %s", sequence.id, sequence.error)
+        stats = sequence.completion().stats
+        _log.info(
+            "request %d finished: %s",
+            sequence.id,
+            sequence.finish_reason.value,
+            extra={  # for structured handlers; never the text
+                "request_id": sequence.id,
+                "finish_reason": sequence.finish_reason.value,
+                "prompt_tokens": stats.prompt_tokens,
+                "output_tokens": stats.output_tokens,
+                "accepted_length": stats.accepted_length,
+                "first_token_seconds": stats.first_token_seconds,
+                "seconds": stats.seconds,
+            },
+        )

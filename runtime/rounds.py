@@ -94,6 +94,7 @@ class Rounds:
         max_context_tokens: int,
         vocab: int,
         tap_size: int,
+        strict_margin: float = 0.0,
     ) -> None:
         self.active: list[Sequence] = []  # position is cache row
         self.planner = planner
@@ -106,6 +107,7 @@ class Rounds:
         self._max_tokens_per_step = max_tokens_per_step
         self._max_context_tokens = max_context_tokens
         self._processors: ProcessorTable | None = None
+        self._strict_margin = strict_margin
         self._no_draft_logits = np.zeros((max_batch, self._gamma, 0), np.float32)
         self._free_slots = list(range(max_batch))
 
@@ -173,15 +175,20 @@ class Rounds:
 
     # A round -------------------------------------------------------------------------------------
 
-    def run(self, count: int) -> RoundReport:
+    def run(self, count: int, *, is_plain: bool = False) -> RoundReport:
         """One round of the first `count` requests; finished ones are still in their rows afterwards.
+
+        `is_plain`: nobody drafts, and every token counts as it comes out.
 
         Raises:
             BackendError: a model failed. Nothing was committed and the round can be run again.
         """
         stages = Stages()
+        if is_plain:
+            for sequence in self.active[:count]:
+                sequence.is_doubtful = False
         decoding = np.array([not s.is_prefilling for s in self.active[:count]])
-        draft = self._draft(count)
+        draft = None if is_plain else self._draft(count)
         stages.end("draft")
         planned, lengths = self._plan(count, draft)
         stages.end("schedule")
@@ -196,6 +203,8 @@ class Rounds:
         drafted = np.zeros(count, np.bool_)
         if draft is not None:
             drafted[: len(draft.drafted)] = draft.drafted
+            if self._strict_margin:
+                verified, accepted = self._before_near_ties(verified, lengths, target.logits)
         for row in range(count):
             taps = target.taps[rows.offsets[row] : rows.offsets[row + 1]]
             try:
@@ -227,12 +236,15 @@ class Rounds:
     def _mean_context(self, count: int) -> float:
         return float(self.table.target_len[:count].mean())
 
+    def _may_draft(self, sequence: Sequence) -> bool:
+        """Near ties are looked for in raw logits: strict engines do not draft where others count."""
+        is_strict = self._strict_margin > 0 and sequence.request.uses_processors
+        return sequence.request.speculate and not sequence.is_prefilling and not is_strict
+
     def _draft(self, count: int) -> _Draft | None:
         """One draft step over the rows up to the last that drafts; None where nobody does."""
         slots = np.array([s.slot for s in self.active[:count]])
-        may = np.array(
-            [s.request.speculate and not s.is_prefilling for s in self.active[:count]]
-        )
+        may = np.array([self._may_draft(s) for s in self.active[:count]])
         drafted = may & self.planner.drafting(slots)
         if not drafted.any():
             return None
@@ -379,6 +391,28 @@ class Rounds:
             if place < len(drafts) and not row[drafts[place]]:
                 return
 
+    def _before_near_ties(
+        self, verified: Verification, lengths: Ints, logits: Floats
+    ) -> tuple[Verification, Ints]:
+        """Cut greedy requests off before the first token whose two best logits are within the margin; the
+        next round decides that token with one row, as plain decoding would.
+
+        Returns the verification, whose last token is then a draft (`accepted` -1: none is left), and the
+        number of accepted drafts.
+        """
+        cut, accepted = verified.accepted.copy(), np.maximum(verified.accepted, 0)
+        starts = np.cumsum(1 + lengths) - (1 + lengths)
+        for row, sequence in enumerate(self.active[: len(lengths)]):
+            if cut[row] < 0 or not lengths[row] or self.table.temperature[row] > 0:
+                continue
+            own = logits[starts[row] : starts[row] + accepted[row] + 1]
+            best = np.partition(own, -2, axis=1)[:, -2:]
+            near = np.flatnonzero(best[:, 1] - best[:, 0] < self._strict_margin)
+            if len(near):
+                cut[row], accepted[row] = near[0] - 1, near[0]
+                sequence.is_doubtful = True
+        return verified._replace(accepted=cut), accepted
+
     # Committing ----------------------------------------------------------------------------------
 
     def _commit(
@@ -396,12 +430,16 @@ class Rounds:
             self._rebase(row, taps)
             if sequence.is_prefilling:
                 return
+        if accepted < 0 and sequence.is_doubtful:
+            return  # its first token is a near tie: nothing of this round counts
         if accepted < 0:
             reason = "the target's logits are not finite or allow no token"
             sequence.finish(FinishReason.ERROR, reason)
             return
         tokens = verified.tokens[row, : accepted + 1].tolist()
         own = TokenKind.BONUS if accepted == length else TokenKind.CORRECTED
+        if sequence.is_doubtful:
+            own = TokenKind.DRAFTED
         if drafted:
             sequence.record_round(tokens, accepted, length)
         sequence.commit(

@@ -31,6 +31,7 @@ class Sequence:
         self.id = request_id
         self.request = request
         self.slot = -1  # while active: names the request for as long as it runs; rows move
+        self.is_doubtful = False  # its next token was a near tie: one row alone decides it
         self.prefilled = 0
         self.cached = 0  # prompt tokens that came from the prefix cache
         self.output: list[int] = []

@@ -259,7 +259,9 @@ class CountingTarget:
 
     def step(self, rows: RaggedRows) -> Any:
         is_poison = rows.token_ids == self.poison
-        if (is_poison[1:] & is_poison[:-1]).any():  # twice in a row: nobody samples that by accident
+        if (
+            is_poison[1:] & is_poison[:-1]
+        ).any():  # twice in a row: nobody samples that by accident
             raise BackendError("injected failure")
         self.rows.append(len(rows.token_ids))
         output = self._model.step(rows)
@@ -384,3 +386,43 @@ def test_status_and_metrics_agree_with_the_completions(engine: Engine) -> None:
     assert "dspark_output_tokens_total 160.0" in text
     assert f"dspark_accepted_length_count {float(len(rounds))}" in text
     assert 'dspark_finished_requests_total{reason="length"} 4.0' in text
+
+
+def test_strict_engines_decide_near_ties_on_one_row(tiny_bundle: Bundle) -> None:
+    """A target whose many-row logits are off by up to 0.05: strict output is still the one-row output."""
+    margin = 0.2
+
+    class Rounding(CountingTarget):
+        def step(self, rows: RaggedRows) -> Any:
+            output = super().step(rows)
+            if len(rows.token_ids) > 1:  # noise that depends on the input only
+                noise = np.sin(1000 * output.logits.astype(np.float64)) * 0.05
+                output.logits[...] += noise.astype(np.float32)
+            return output
+
+    def run(speculate: bool, strict_margin: float) -> list[tuple[int, ...]]:
+        options = EngineOptions(max_batch=3, strict_margin=strict_margin)
+        engine = Engine.load(tiny_bundle, target=Rounding(tiny_bundle), options=options)
+        return [
+            done.token_ids
+            for item in ITEMS[:12]
+            for done in engine.generate([request(item["prompt_ids"], speculate=speculate)])
+        ]
+
+    plain = run(speculate=False, strict_margin=0.0)  # one request at a time: one row
+    assert run(speculate=True, strict_margin=0.0) != plain
+    assert run(speculate=True, strict_margin=margin) == plain
+    options = EngineOptions(max_batch=3, strict_margin=margin)
+    engine = Engine.load(tiny_bundle, target=Rounding(tiny_bundle), options=options)
+    together = engine.generate([request(item["prompt_ids"]) for item in ITEMS[:12]])
+    assert [done.stats.accepted_length > 1.5 for done in together].count(True) > 6
+
+
+def test_finished_requests_are_logged_without_their_text(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="dspark_trt"):
+        engine.generate([request(ITEMS[0]["prompt_ids"], detokenize=True)])
+    record = next(r for r in caplog.records if hasattr(r, "finish_reason"))
+    assert record.finish_reason == "length"
+    assert record.output_tokens == 40  # type: ignore[attr-defined]
