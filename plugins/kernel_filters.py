@@ -11,7 +11,8 @@ from dspark_trt.plugins.kernel_rows import GREEDY_BELOW, scaled_logits
 
 @triton.jit
 def float_of_key(key):
-    """Float32 whose place in the order of all floats is ``key`` (uint32)."""
+    """Float32 whose place in the order of all floats is ``key`` (uint32); -inf for the NaNs below it."""
+    key = tl.where(key < 0x007FFFFF, 0x007FFFFF, key)
     bits = tl.where(key >= 0x80000000, key ^ 0x80000000, ~key)
     return bits.to(tl.float32, bitcast=True)
 
@@ -64,8 +65,7 @@ def smallest_likely(top, min_p):
         candidate = key | step
         step = step >> 1
         unlikely = tl.exp(float_of_key(candidate) - top) < min_p
-        negative_nan = candidate < 0x007FFFFF  # below -inf in the order of floats
-        key = tl.where(unlikely | negative_nan, candidate, key)
+        key = tl.where(unlikely, candidate, key)
     return float_of_key(key + 1)
 
 
