@@ -39,14 +39,15 @@ def command(
     require_extra("cpu", ("onnxruntime",))
     from dspark_trt.bundle import load_bundle
     from dspark_trt.checkpoint import read_target
-    from dspark_trt.export.parity import check_parity
-    from dspark_trt.export.stored_weights import changed_weights
 
     loaded = load_bundle(bundle)
-    _check_models(loaded)
-    changed = changed_weights(loaded)
     drafter = None if draft is None else _read_draft(draft, loaded)
     served = None if target is None else read_target(target)
+    _check_models(loaded)
+    from dspark_trt.export.parity import check_parity  # torch: after bad input
+    from dspark_trt.export.stored_weights import changed_weights
+
+    changed = changed_weights(loaded)
     results = list(check_parity(loaded, draft=drafter, target=served, seed=seed))
     passed = not changed and all(result.passed for result in results)
     if json:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dspark-trt export`: checkpoints to a bundle."""
 
+import contextlib
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,9 +12,11 @@ import typer
 from rich.markup import escape
 
 from dspark_trt.cli.extras import require_extra
+from dspark_trt.cli.inspect import slot_semantics_from_flag
 from dspark_trt.cli.output import console, err_console, print_json
 
 if TYPE_CHECKING:
+    from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint
     from dspark_trt.export.bundle_from_checkpoints import Progress
 
 _STAGES = {"trace": "tracing", "write": "writing", "hash": "hashing"}
@@ -61,39 +65,22 @@ def command(
     require_extra("export", ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"))
     # A stopped export cleans up as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
+    from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
 
-    from dspark_trt.checkpoint import DraftOverrides, check_pair, read_draft, read_target
-    from dspark_trt.config import SlotSemantics
-    from dspark_trt.export.bundle_from_checkpoints import export_bundle
-
-    semantics = {None: None, True: SlotSemantics.ANCHOR_FIRST, False: SlotSemantics.IN_PLACE}
     started = time.perf_counter()
-    drafter = read_draft(
-        draft,
-        overrides=DraftOverrides(
-            slot_semantics=semantics[sample_from_anchor],
-            mask_token_id=mask_token_id,
-            gamma=gamma,
-        ),
+    overrides = DraftOverrides(
+        slot_semantics=slot_semantics_from_flag(sample_from_anchor),
+        mask_token_id=mask_token_id,
+        gamma=gamma,
     )
-    host = read_target(target) if target is not None else None
-    warnings = list(drafter.warnings)
-    if host is not None:
-        warnings += [*host.warnings, *check_pair(drafter, host)]
-    for warning in warnings:
-        err_console.print(
-            f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True
-        )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=err_console, disable=json, transient=True) as bars:
-        task = bars.add_task("reading", total=None)
+    drafter = read_draft(draft, overrides=overrides)
+    host = None if target is None else read_target(target)
+    warnings = _show_warnings(drafter, host)
+    from dspark_trt.export.bundle_from_checkpoints import (
+        export_bundle,  # torch: after bad input
+    )
 
-        def show(progress: "Progress") -> None:
-            text = f"{_STAGES[progress.stage]} {progress.detail}"
-            bars.update(task, description=text, completed=progress.done, total=progress.total)
-
+    with _progress_bar(hidden=json) as show:
         bundle = export_bundle(
             drafter, host, output, dtype=dtype, overwrite=overwrite, on_progress=show
         )
@@ -117,3 +104,32 @@ def command(
         f"{bundle.dtype}, {seconds:.1f} s",
         highlight=False,
     )
+
+
+def _show_warnings(draft: "DraftCheckpoint", target: "TargetCheckpoint | None") -> list[str]:
+    from dspark_trt.checkpoint import check_pair
+
+    warnings = list(draft.warnings)
+    if target is not None:
+        warnings += [*target.warnings, *check_pair(draft, target)]
+    for warning in warnings:
+        err_console.print(
+            f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True
+        )
+    return warnings
+
+
+@contextlib.contextmanager
+def _progress_bar(*, hidden: bool) -> "Iterator[Callable[[Progress], None]]":
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=err_console, disable=hidden, transient=True) as bars:
+        task = bars.add_task("reading", total=None)
+
+        def show(progress: "Progress") -> None:
+            text = f"{_STAGES[progress.stage]} {progress.detail}"
+            bars.update(task, description=text, completed=progress.done, total=progress.total)
+
+        yield show
