@@ -5,11 +5,13 @@ The paper names drafts that are never accepted as its open limitation: shortenin
 the target's time, the draft step is still paid. Here each request keeps an account of what its drafted
 rounds gained, in plain rounds (``break_even``): accepted drafts minus what they cost. It stops when
 the mean gain is below zero by more than its standard error explains: drafts that are all rejected do not
-vary and are found out at once, a good drafter's unlucky rounds do and are waited out. There is one
-more account of all requests together. Where it says that drafting does not pay, all stop, and probe
+vary and are found out at once, a good drafter's unlucky rounds do and are waited out.
+
+There are accounts of all requests together, one for each power of two of running requests, since what
+drafting costs depends on the load. Where one says that drafting does not pay, all stop, and probe
 together: a draft step for one costs nearly what it costs for all. Decisions use earlier rounds only.
 
-Legend: R requests of a round, S slots.
+Legend: R requests of a round, n rounds, S slots, L levels of load.
 """
 
 from dataclasses import dataclass
@@ -18,11 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+_LEVELS = 20  # up to a million running requests
+_LONGEST_BACKOFF = 64.0  # its power of two is far beyond any longest wait
+
 Floats = NDArray[np.float64]
+Columns = NDArray[np.int64]
 
 
 class BypassState(NamedTuple):
-    """Accounts of S slots and, last, of all requests, [S + 1]; updates return a new value."""
+    """Accounts of S slots and, behind them, of L levels of load, [S + L]; updates return a new value."""
 
     rounds: Floats  # decayed number of drafted rounds
     gain: Floats  # decayed Σ (accepted − spent)
@@ -38,7 +44,8 @@ class Bypass:
 
     A useless drafter costs about ``trust · trust_rounds`` plain rounds until it is stopped, and
     then at most ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its
-    loss back at that rate, and by twice that after the next one if nothing at all was accepted.
+    loss back at that rate, and by twice that after the next one if nothing at all was accepted. A load
+    seen for the first time starts from what the nearest one taught.
     """
 
     certainty: float = 1.5  # standard errors
@@ -48,11 +55,12 @@ class Bypass:
     trust_rounds: float = 6.0  # how many rounds that credit weighs
     own_trust_rounds: float = 16.0  # and for one request, where drafting pays all in all
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
-    shared_memory: float = 0.998  # the same, in the account of all requests
+    shared_memory: float = 0.998  # the same, in the accounts of all requests
+    inherited_rounds: float = 16.0  # what another load taught counts for so many rounds at most
 
     def start(self, slots: int) -> BypassState:
         """Nothing known about ``slots`` empty slots."""
-        return _state(np.zeros((6, slots + 1)))
+        return _state(np.zeros((6, slots + _LEVELS)))
 
     def joined(self, state: BypassState, slots: ArrayLike) -> BypassState:
         """New requests take ``slots``: what was known about the old ones goes."""
@@ -63,56 +71,62 @@ class Bypass:
     def drafting(self, state: BypassState, slots: ArrayLike) -> NDArray[np.bool_]:  # [R]
         """Whether each slot's request drafts: it may still pay, or a probe is due."""
         rows = np.asarray(slots, dtype=np.int64)
-        if state.stopped[-1]:
-            return np.full(rows.size, bool(state.wait[-1] <= 0))
+        shared = _shared_column(state, rows.size)
+        if state.stopped[_nearest_known(state, shared)]:
+            return np.full(rows.size, bool(state.wait[shared] <= 0))
         return np.asarray((state.stopped[rows] == 0) | (state.wait[rows] <= 0))
+
+    def rest(self, state: BypassState, slots: ArrayLike) -> int:
+        """For how many rounds from now nobody in ``slots`` drafts, if they stay alone; 0: somebody may."""
+        shared = _shared_column(state, np.asarray(slots).size)
+        return int(np.ceil(state.wait[shared])) if state.stopped[shared] else 0
+
+    def rested(self, state: BypassState, slots: ArrayLike, rounds: int) -> BypassState:
+        """The accounts after ``rounds`` in which none of ``slots`` drafted."""
+        rows = np.asarray(slots, dtype=np.int64)
+        wait = state.wait.copy()
+        passed = np.append(rows, _shared_column(state, rows.size))
+        wait[passed] = np.maximum(wait[passed] - rounds, 0.0)
+        return state._replace(wait=wait)
 
     def updated(
         self,
         state: BypassState,
         slots: ArrayLike,  # [R]
         *,
-        drafted: ArrayLike,  # [R] bool, what ``drafting`` said
-        spent: ArrayLike,  # [R] plain rounds, break_even.plain_rounds_spent
-        accepted: ArrayLike,  # [R] accepted drafts
+        drafted: ArrayLike,  # [R] or [n, R] bool, what ``drafting`` said
+        spent: ArrayLike,  # the same shape; plain rounds, break_even.plain_rounds_spent
+        accepted: ArrayLike,  # the same shape; accepted drafts
     ) -> BypassState:
-        """The accounts after a round."""
-        took_part = np.asarray(drafted, dtype=np.float64)
-        count, requests = float(took_part.sum()), took_part.size
-        cost, kept = np.asarray(spent) * took_part, np.asarray(accepted) * took_part
-        gain = kept - cost
-        # The account of all requests counts every drafted round, waits and backs off by their mean,
-        # and forgets at the pace of rounds of everyone.
-        mean = 1.0 / max(count, 1.0)
-        took_part_all = np.append(took_part, count > 0)
-        cost_all = np.append(cost, mean * cost.sum())
-        kept_all = np.append(kept, mean * kept.sum())
-        added = np.stack(
-            [
-                np.append(took_part, count),
-                np.append(gain, gain.sum()),
-                np.append(gain * gain, gain @ gain),
-            ]
-        )
-        forget = np.where(took_part_all > 0, self.memory, 1.0)
-        forget[-1] = self.shared_memory ** (count / max(requests, 1))
-        rows = np.append(np.asarray(slots, dtype=np.int64), state.wait.size - 1)
+        """The accounts after a round, or after n rounds of the same requests."""
+        took_part = np.atleast_2d(np.asarray(drafted, dtype=np.float64))
+        cost, kept = np.atleast_2d(spent) * took_part, np.atleast_2d(accepted) * took_part
+        rows = np.asarray(slots, dtype=np.int64)
+        shared = _shared_column(state, rows.size)
         columns = np.stack(state)
-        rounds, total, squares = sums = forget * columns[:3, rows] + added
-        wait, backoff = columns[3:5, rows]
+        _inherit(columns, shared, _nearest_known(state, shared), self.inherited_rounds)
+        gain = kept - cost
+        # A level counts every drafted request, and waits by rounds in which anyone drafted.
+        sums = [_own_and_all(values.sum(axis=0)) for values in (took_part, gain, gain * gain)]
+        drafted_rounds = np.append(sums[0][:-1], took_part.any(axis=1).sum())
+        each = np.maximum(sums[0], 1.0)
+        mean_cost = _own_and_all(cost.sum(axis=0)) / each
+        mean_kept = _own_and_all(kept.sum(axis=0)) / each
+        forget = self.memory**drafted_rounds
+        forget[-1] = self.shared_memory ** (sums[0][-1] / max(rows.size, 1))
+        places = np.append(rows, shared)
+        rounds, total, squares = known = forget * columns[:3, places] + np.stack(sums)
+        wait, backoff = columns[3:5, places]
         stopped = self._loses(rounds, total, squares)
-        failed = (
-            stopped * took_part_all * np.maximum(1.0 - kept_all / np.maximum(cost_all, 1e-9), 0)
-        )
-        pause = np.minimum(
-            (cost_all - kept_all) / self.probe_share * 2.0**backoff, self.longest_wait
-        )
-        columns[:3, rows] = sums
-        columns[3, rows] = np.where(
-            failed > 0, pause, np.maximum(wait - (took_part_all == 0), 0.0)
-        )
-        columns[4, rows] = stopped * (backoff + failed)
-        columns[5, rows] = stopped
+        share_lost = np.maximum(1.0 - mean_kept / np.maximum(mean_cost, 1e-9), 0.0)
+        failed = stopped * (drafted_rounds > 0) * share_lost
+        loss = (mean_cost - mean_kept) / self.probe_share
+        pause = np.minimum(loss * 2.0**backoff, self.longest_wait)
+        waited = np.maximum(wait - (len(took_part) - drafted_rounds), 0.0)
+        columns[:3, places] = known
+        columns[3, places] = np.where(failed > 0, pause, waited)
+        columns[4, places] = np.minimum(stopped * (backoff + failed), _LONGEST_BACKOFF)
+        columns[5, places] = stopped
         return _state(columns)
 
     def _loses(self, rounds: Floats, gain: Floats, squares: Floats) -> NDArray[np.bool_]:
@@ -126,5 +140,29 @@ class Bypass:
         return np.asarray(mean + self.certainty * np.sqrt(variance / weight) <= 0)
 
 
-def _state(columns: Floats) -> BypassState:  # [6, S + 1]
+def _state(columns: Floats) -> BypassState:  # [6, S + L]
     return BypassState(*columns)
+
+
+def _own_and_all(values: Floats) -> Floats:  # [R] -> [R + 1]
+    return np.append(values, values.sum())
+
+
+def _shared_column(state: BypassState, requests: int) -> int:
+    level = min(max(requests, 1).bit_length() - 1, _LEVELS - 1)
+    return state.wait.size - _LEVELS + level
+
+
+def _nearest_known(state: BypassState, column: int) -> int:
+    """The level itself, or the nearest that has an account; itself where none has."""
+    first = state.wait.size - _LEVELS
+    known = np.flatnonzero(state.rounds[first:]) + first
+    return int(known[np.abs(known - column).argmin()]) if known.size else column
+
+
+def _inherit(columns: Floats, column: int, source: int, most_rounds: float) -> None:
+    if source == column:
+        return
+    weight = min(1.0, most_rounds / columns[0, source])
+    columns[:3, column] = weight * columns[:3, source]
+    columns[4:, column] = columns[4:, source]

@@ -2,7 +2,7 @@
 """What live rounds teach: a logit offset per request, and drift of the whole fleet.
 
 A request's offset b ~ N(0, variance) is a random effect on top of the fitted calibration; after each
-round it takes one Newton step on the outcomes seen. It is applied from the *next* round on, so
+round it takes one Newton step on the outcomes seen, or one for several rounds together. It is applied from the *next* round on, so
 whether a token is verified never depends on the round that proposes it (paper, section 3.2.2).
 
 Legend: R requests of a round, K = γ drafted tokens, S slots.
@@ -47,21 +47,21 @@ def corrected_confidence(
 
 def updated(
     offsets: RequestOffsets,
-    slots: ArrayLike,  # [R]
-    confidence: Floats,  # [R, K] what corrected_confidence said
-    verified: ArrayLike,  # [R] ℓ_r
-    accepted: ArrayLike,  # [R] accepted drafts ≤ ℓ_r
+    slots: ArrayLike,  # [M]; a slot stands once for each of its rounds
+    confidence: Floats,  # [M, K] what corrected_confidence said
+    verified: ArrayLike,  # [M] ℓ_r
+    accepted: ArrayLike,  # [M] accepted drafts ≤ ℓ_r
     variance: float,
 ) -> RequestOffsets:
-    """The offsets after a round; variance 0 returns them unchanged."""
+    """The offsets after a round, or after several at once; variance 0 returns them unchanged."""
     if variance == 0:
         return offsets
     rows = np.asarray(slots)
     surprise, information = _outcomes(confidence, verified, accepted)
-    offset, evidence = offsets.offset.copy(), offsets.evidence.copy()
-    evidence[rows] += information.sum(axis=1)
-    offset[rows] += surprise.sum(axis=1) / (1.0 / variance + evidence[rows])
-    return RequestOffsets(offset, evidence)
+    size = offsets.offset.size
+    evidence = offsets.evidence + np.bincount(rows, information.sum(axis=1), size)
+    step = np.bincount(rows, surprise.sum(axis=1), size) / (1.0 / variance + evidence)
+    return RequestOffsets(offsets.offset + step, evidence)
 
 
 class Drift(NamedTuple):
@@ -79,7 +79,7 @@ class Drift(NamedTuple):
     def updated(
         self, confidence: Floats, verified: ArrayLike, accepted: ArrayLike
     ) -> "Drift":  # [R, K], [R], [R]
-        """The sums after a round; arguments as in ``updated`` above."""
+        """The sums after more outcomes; arguments as in ``updated`` above."""
         seen = _seen(confidence.shape[1], verified, accepted)
         surprise, _ = _outcomes(confidence, verified, accepted)
         predicted = np.where(seen, confidence, 0.0).sum(axis=0)
