@@ -20,7 +20,11 @@ def command(
     backend: Annotated[str, typer.Option(help=f"{' or '.join(BACKENDS)}.", show_default=False)],
     graph: Annotated[
         list[str] | None,
-        typer.Option(help="Graph to build; may be repeated. Default: all.", show_default=False),
+        typer.Option(
+            help="Graph to build, or all; may be repeated. Default: all but backbone, sequential_head "
+            "and confidence_head, which only hosts that sample themselves need.",
+            show_default=False,
+        ),
     ] = None,
     arch: Annotated[
         list[str] | None,

@@ -12,19 +12,24 @@ from dspark_trt.export.engines.libraries import Library
 from dspark_trt.gpu import Gpu
 
 HEAD_DIMS = range(16, 257, 8)  # of fused attention, in both libraries
+ALL = "all"
+# For hosts that sample between the drafter's steps; they hold the fused graph's weights once more.
+PARTS = ("backbone", "sequential_head", "confidence_head")
 _ATTENTION = {"draft": "drafter", "backbone": "drafter", "target": "target"}
 
 
 def choose_graphs(bundle: Bundle, wanted: Iterable[str]) -> tuple[str, ...]:
-    """The graphs to build, all of the bundle's by default.
+    """The graphs to build: those named, "all", or by default all but the drafter's parts.
 
     Raises:
         BundleError: the bundle has no such graph.
     """
-    graphs = tuple(dict.fromkeys(wanted)) or bundle.graph_names
+    graphs = tuple(dict.fromkeys(wanted))
+    if ALL in graphs:
+        return bundle.graph_names
     for graph in graphs:
         bundle.graph_path(graph)
-    return graphs
+    return graphs or tuple(graph for graph in bundle.graph_names if graph not in PARTS)
 
 
 def check_bundle(bundle: Bundle, graphs: Iterable[str]) -> None:

@@ -41,12 +41,14 @@ def with_head_dim(model: str, head_dim: int) -> Any:
     return replace(bundle, draft=replace(bundle.draft, decoder=decoder))
 
 
-def test_all_graphs_of_a_bundle_are_built_unless_some_are_named() -> None:
+def test_the_drafter_s_parts_are_built_when_asked_for() -> None:
     record = FileRecord(sha256="0", size_bytes=0)
-    bundle = replace(make_bundle(), files={"draft.onnx": record, "context.onnx": record})
+    names = ("context.onnx", "backbone.onnx", "confidence_head.onnx", "draft.onnx")
+    bundle = replace(make_bundle(), files=dict.fromkeys(names, record))
     assert choose_graphs(bundle, ()) == ("context", "draft")
-    assert choose_graphs(bundle, ["draft", "draft"]) == ("draft",)
-    with pytest.raises(BundleError, match=r"no graph target; it has context, draft.*--target"):
+    assert choose_graphs(bundle, ["draft", "backbone", "draft"]) == ("draft", "backbone")
+    assert choose_graphs(bundle, ["all"]) == ("backbone", "confidence_head", "context", "draft")
+    with pytest.raises(BundleError, match=r"no graph target; it has backbone, .*--target"):
         choose_graphs(bundle, ["target"])
 
 
