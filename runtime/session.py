@@ -251,4 +251,4 @@ def load_calibration(bundle: Bundle) -> Calibration:
     path = bundle.path / CALIBRATION
     if not path.exists():
         return Calibration.identity(bundle.draft.gamma)
-    return Calibration.load(path, gamma=bundle.draft.gamma)
+    return Calibration.load(path).require_gamma(bundle.draft.gamma)
