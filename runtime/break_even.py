@@ -11,35 +11,58 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.cost_model import CostModel
 
 Floats = NDArray[np.float64]
 
 
 def plain_rounds_spent(
-    table: CostTable,
-    lengths: ArrayLike,  # [R] ℓ_r
-    drafted: ArrayLike,  # [R] whether the request drafted at all
+    table: CostModel,
+    lengths: ArrayLike,  # [R] or [n, R] ℓ_r
+    drafted: ArrayLike,  # the same shape; whether the request drafted at all
     *,
     context_tokens: float | None = None,
-) -> Floats:  # [R]
-    """What this round's drafting and verification cost each request beyond its plain round.
+) -> Floats:  # the same shape
+    """What drafting and verification cost each request beyond its plain round.
 
     The draft step is shared by those that drafted, the longer target step by verified tokens.
     """
-    verified = np.asarray(lengths, dtype=np.float64)
+    verified = np.asarray(lengths, dtype=np.int64)
     took_part = np.asarray(drafted, dtype=np.float64)
-    requests, tokens = verified.size, int(verified.sum())
+    requests = verified.shape[-1]
+    tokens = verified.sum(axis=-1, keepdims=True)
     step = table.seconds(
-        requests, requests + tokens, requests=requests, context_tokens=context_tokens
+        requests, requests + int(tokens.max()), requests=requests, context_tokens=context_tokens
     )
-    seconds = took_part * table.draft_cost(int(took_part.sum())) / max(took_part.sum(), 1.0)
-    seconds += verified * (step[-1] - step[0]) / max(tokens, 1)
-    return np.asarray(seconds * requests / step[0])
+    seconds = step[tokens]
+    if table.pays_longest:
+        seconds = np.maximum(seconds, _padded(table, verified, context_tokens))
+    drafting = took_part.sum(axis=-1, keepdims=True)
+    draft = [table.draft_cost(int(count), context_tokens) for count in drafting.flat]
+    spent = took_part * np.reshape(draft, drafting.shape) / np.maximum(drafting, 1.0)
+    spent += verified * (seconds - step[0]) / np.maximum(tokens, 1)
+    return np.asarray(spent * requests / step[0])
+
+
+def _padded(table: CostModel, verified: NDArray[np.int64], context: float | None) -> Floats:
+    """Step seconds of uneven lengths, [.., 1]."""
+    requests = verified.shape[-1]
+    rounds = verified.reshape(-1, requests)
+    seconds = [
+        table.seconds(
+            requests + sum(lengths),
+            requests + sum(lengths),
+            requests=requests,
+            context_tokens=context,
+            longest=max(lengths),
+        )[0]
+        for lengths in rounds.tolist()
+    ]
+    return np.reshape(seconds, (*verified.shape[:-1], 1))
 
 
 def fixed_length_speed(
-    table: CostTable,
+    table: CostModel,
     conditional: ArrayLike,  # [K] P(x_k accepted | prefix accepted)
     *,
     requests: int,
@@ -53,12 +76,12 @@ def fixed_length_speed(
         requests, requests * (gamma + 1), requests=requests, context_tokens=context_tokens
     )
     seconds = seconds[::requests].copy()
-    seconds[1:] += table.draft_cost(requests)
+    seconds[1:] += table.draft_cost(requests, context_tokens)
     return np.asarray(tokens / seconds)
 
 
 def recommended_length(
-    table: CostTable,
+    table: CostModel,
     conditional: ArrayLike,  # [K]
     *,
     requests: int,
@@ -72,7 +95,7 @@ def recommended_length(
 
 
 def break_even_acceptance(
-    table: CostTable, gamma: int, *, requests: int, context_tokens: float | None = None
+    table: CostModel, gamma: int, *, requests: int, context_tokens: float | None = None
 ) -> float:
     """Conditional acceptance, equal at all positions, above which some fixed length beats plain.
 

@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.simulation import Load, Policy, simulate
 from dspark_trt.runtime.workload import Workload
 
@@ -27,7 +27,7 @@ class Capacity:
 
 def plan_capacity(
     workload: Workload,
-    table: CostTable,
+    table: CostModel,
     policies: Mapping[str, Policy],
     *,
     sla: float,  # tokens a second for every user
@@ -51,7 +51,7 @@ def plan_capacity(
 
 def _capacity(
     workload: Workload,
-    table: CostTable,
+    table: CostModel,
     policy: Policy,
     sla: float,
     load_requests: int | None,

@@ -9,30 +9,31 @@ Legend: n measured token counts, c context buckets, m measured request counts, R
 B tokens of one target step.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import TableError
-from dspark_trt.files import write_json
+from dspark_trt.runtime.cost_model import (
+    FLAT_SPREAD,
+    CostModel,
+    bucket_of,
+    counts,
+    finite,
+    read_only,
+)
 
 FORMAT = "dspark-cost-table-1"
-FLAT_SPREAD = (
-    0.01  # a curve that rises less than this tells verification lengths apart by noise only
-)
 _MAX_TOKENS = 1 << 20  # the curve is tabulated densely up to its last point
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class CostTable:
+class CostTable(CostModel):
     """Step rate by batch tokens, optionally by mean context length, with the machine it belongs to.
 
     Between measured points the cost is a staircase when ``padded`` (B tokens pay for the next
@@ -49,7 +50,8 @@ class CostTable:
     context_seconds: float
     padded: bool
     origin: Mapping[str, str]  # machine, backend, versions, bundle hash
-    flaw: str | None  # why it cannot tell verification lengths apart: one point, or flat
+    flaw: str | None
+    sees_context: bool
     _curves: Floats = field(repr=False)  # [c, tokens[-1] + 1] seconds
     _smooth: Floats = field(repr=False)  # the same, linear between points
     _slopes: Floats = field(repr=False)  # [c] seconds a token past the last point
@@ -69,10 +71,10 @@ class CostTable:
         origin: Mapping[str, str] | None = None,
     ) -> None:
         """Raises TableError for empty, unequal, non-finite, non-positive or unordered arrays."""
-        rates = np.atleast_2d(_floats(steps_per_second, "steps_per_second"))
-        sizes = _counts(tokens, "tokens")
-        drafting = _counts(requests, "requests")
-        added = _floats(draft_seconds, "draft_seconds")
+        rates = np.atleast_2d(finite(steps_per_second, "steps_per_second"))
+        sizes = counts(tokens, "tokens")
+        drafting = counts(requests, "requests")
+        added = finite(draft_seconds, "draft_seconds")
         edges = tuple(int(edge) for edge in context_tokens)
         if not sizes.size or rates.ndim != 2 or rates.shape[1] != sizes.size:
             raise TableError(
@@ -108,10 +110,11 @@ class CostTable:
             "draft_seconds": added,
             "context_seconds": float(context_seconds),
             "padded": padded,
+            "sees_context": bool(context_seconds) or len(edges) > 1,
             "origin": dict(origin or {}),
             "flaw": _flaw(sizes, seconds),
-            "_curves": _read_only(curves),
-            "_smooth": _read_only(smooth),
+            "_curves": read_only(curves),
+            "_smooth": read_only(smooth),
             "_slopes": slopes.max(axis=1, initial=0.0),
         }.items():
             object.__setattr__(self, name, value)
@@ -130,14 +133,10 @@ class CostTable:
         drafting: int = 0,
         context_tokens: float | None = None,
         smooth: bool = False,
+        longest: int | None = None,
     ) -> Floats:
-        """Seconds of a round over B = first..last tokens, [last - first + 1].
-
-        ``requests`` whose context is read, ``drafting`` of them; ``context_tokens`` is their mean
-        context length (None: the longest bucket, and no context reads). ``smooth`` draws lines
-        between measured sizes even where sizes are padded.
-        """
-        bucket = self._bucket(context_tokens)
+        """As ``CostModel`` says: ``requests`` are those whose context is read; ``longest`` is not used."""
+        bucket = bucket_of(self.context_tokens, context_tokens)
         curve = (self._smooth if smooth else self._curves)[bucket]
         known = curve[first : last + 1]
         if last >= curve.size:
@@ -147,42 +146,16 @@ class CostTable:
         return np.asarray(known + (self.draft_cost(drafting) + reading))
 
     def padded_to(self, tokens: int) -> int:
-        """The size that ``tokens`` pay for: the next measured one, or themselves."""
+        """The next measured size, or ``tokens`` themselves."""
         if not self.padded or tokens >= self.max_tokens:
             return tokens
         return int(self.tokens[np.searchsorted(self.tokens, tokens)])
 
-    def draft_cost(self, drafting: int) -> float:
-        """Seconds that drafting for so many requests adds to a step; 0 if not measured apart."""
+    def draft_cost(self, drafting: int, context_tokens: float | None = None) -> float:
+        """0 if it was not measured apart; the same at every context."""
         if not drafting or not self.requests.size:
             return 0.0
         return float(np.interp(drafting, self.requests, self.draft_seconds))
-
-    def _bucket(self, context_tokens: float | None) -> int:
-        if context_tokens is None or not self.context_tokens:
-            return len(self._curves) - 1
-        bucket = int(np.searchsorted(self.context_tokens, context_tokens))
-        return min(bucket, len(self._curves) - 1)
-
-    def require_informative(self) -> Self:
-        """Raise TableError for a flat or one-point table; return the table otherwise."""
-        if self.flaw:
-            raise TableError(f"{self.flaw}. Measure more sizes: dspark-trt profile BUNDLE")
-        return self
-
-    def require_origin(self, **expected: str) -> Self:
-        """Raise TableError unless the table was measured on this machine, backend and bundle."""
-        foreign = [
-            f"{key} {self.origin.get(key, 'not recorded')!r} instead of {value!r}"
-            for key, value in expected.items()
-            if self.origin.get(key) != value
-        ]
-        if foreign:
-            raise TableError(
-                f"the cost table is foreign: {', '.join(foreign)}. "
-                "Measure this machine: dspark-trt profile BUNDLE"
-            )
-        return self
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -196,12 +169,6 @@ class CostTable:
             "padded": self.padded,
             "origin": dict(self.origin),
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over every number and the origin."""
-        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
-        return sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -221,45 +188,7 @@ class CostTable:
             raise TableError(
                 f"cost table lacks {missing}; expected format {FORMAT}"
             ) from missing
-        if data.get("fingerprint", table.fingerprint) != table.fingerprint:
-            raise TableError(
-                "the cost table was edited after it was measured (its fingerprint differs). "
-                "Measure it again: dspark-trt profile BUNDLE"
-            )
-        return table
-
-    def save(self, path: Path) -> None:
-        """Write the table with its fingerprint; nothing half-written stays behind."""
-        write_json(path, {**self.to_json(), "fingerprint": self.fingerprint})
-
-
-def _read_only(values: NDArray[Any]) -> NDArray[Any]:
-    values.setflags(write=False)
-    return values
-
-
-def _floats(values: ArrayLike, name: str) -> Floats:
-    try:
-        array = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TableError(
-            f"{name} must be numbers, one row a context bucket: {error}"
-        ) from error
-    if not np.all(np.isfinite(array)):
-        raise TableError(
-            f"{name} holds {array[~np.isfinite(array)][0]}, expected finite numbers"
-        )
-    return _read_only(array)
-
-
-def _counts(values: ArrayLike, name: str) -> NDArray[np.int64]:
-    exact = _floats(values, name)
-    counts = exact.astype(np.int64)
-    if exact.ndim != 1 or np.any(counts != exact) or np.any(counts < 1):
-        raise TableError(f"{name} must be a list of positive integers, got {exact.tolist()}")
-    if np.any(np.diff(counts) <= 0):
-        raise TableError(f"{name} must be strictly increasing, got {counts.tolist()}")
-    return _read_only(counts)
+        return table.require_fingerprint(data.get("fingerprint", table.fingerprint))
 
 
 def _flaw(tokens: NDArray[np.int64], seconds: Floats) -> str | None:

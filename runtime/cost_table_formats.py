@@ -26,13 +26,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.errors import TableError
-from dspark_trt.runtime.cost_table import FORMAT, CostTable
+from dspark_trt.runtime import cost_table, round_costs
+from dspark_trt.runtime.cost_model import CostModel
+from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.round_costs import RoundCosts
 
 Floats = NDArray[np.float64]
 
 
-def load_cost_table(path: Path, *, graph_requests: int | None = None) -> CostTable:
-    """Read our own format or any of the spellings above, told apart by their keys.
+def load_cost_table(path: Path, *, graph_requests: int | None = None) -> CostModel:
+    """Read one of our own formats or any of the spellings above, told apart by their keys.
 
     ``graph_requests`` picks G of a cell table that holds several. Raises TableError otherwise.
     """
@@ -49,15 +52,17 @@ def load_cost_table(path: Path, *, graph_requests: int | None = None) -> CostTab
         "token_counts": _from_trtllm_curve,
     }
     try:
-        if data.get("format") == FORMAT:
+        if data.get("format") == cost_table.FORMAT:
             return CostTable.from_json(data)
+        if data.get("format") == round_costs.FORMAT:
+            return RoundCosts.from_json(data)
         for key, read in readers.items():
             if key in data:
                 return read(data)
     except (KeyError, TypeError, ValueError) as error:
         raise TableError(f"cost table {path} is malformed: {error!r}") from error
     raise TableError(
-        f"{path} is no cost table: expected format {FORMAT!r} or one of {', '.join(readers)}, "
+        f"{path} is no cost table: expected format {round_costs.FORMAT!r}, {cost_table.FORMAT!r} or one of {', '.join(readers)}, "
         f"got keys {sorted(data)}"
     )
 

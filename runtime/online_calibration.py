@@ -2,10 +2,10 @@
 """What live rounds teach: a logit offset per request, and drift of the whole fleet.
 
 A request's offset b ~ N(0, variance) is a random effect on top of the fitted calibration; after each
-round it takes one Newton step on the outcomes seen, or one for several rounds together. It is applied from the *next* round on, so
-whether a token is verified never depends on the round that proposes it (paper, section 3.2.2).
+round, or after several together, it takes one Newton step on the outcomes seen. It is applied to *later*
+rounds, so whether a token is verified never depends on the round that proposes it (paper, section 3.2.2).
 
-Legend: R requests of a round, K = γ drafted tokens, S slots.
+Legend: R requests of a round, M outcomes (requests × rounds), K = γ drafted tokens, S slots.
 """
 
 from typing import NamedTuple
@@ -77,16 +77,17 @@ class Drift(NamedTuple):
         return cls(np.zeros(gamma), np.zeros(gamma), np.zeros(gamma), memory)
 
     def updated(
-        self, confidence: Floats, verified: ArrayLike, accepted: ArrayLike
-    ) -> "Drift":  # [R, K], [R], [R]
-        """The sums after more outcomes; arguments as in ``updated`` above."""
+        self, confidence: Floats, verified: ArrayLike, accepted: ArrayLike, rounds: int = 1
+    ) -> "Drift":  # [M, K], [M], [M]
+        """The sums after ``rounds`` rounds; arguments as in ``updated`` above."""
         seen = _seen(confidence.shape[1], verified, accepted)
         surprise, _ = _outcomes(confidence, verified, accepted)
         predicted = np.where(seen, confidence, 0.0).sum(axis=0)
+        kept = self.memory**rounds
         return Drift(
-            self.memory * self.predicted + predicted,
-            self.memory * self.observed + predicted + surprise.sum(axis=0),
-            self.memory * self.outcomes + seen.sum(axis=0),
+            kept * self.predicted + predicted,
+            kept * self.observed + predicted + surprise.sum(axis=0),
+            kept * self.outcomes + seen.sum(axis=0),
             self.memory,
         )
 

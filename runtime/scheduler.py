@@ -15,7 +15,6 @@ better-ranked candidates only. ``Global`` looks at all of them, and says so by r
 Legend: R requests, K = γ drafted tokens, B = R + Σℓ tokens of one target step, n = Σℓ.
 """
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.survival import (
     Candidates,
     Floats,
@@ -42,6 +41,13 @@ class Plan(NamedTuple):
 
     lengths: Lengths  # [R] ℓ_r
     reason: str
+
+
+class Budget(NamedTuple):
+    """What a round may verify, known before it is drafted."""
+
+    drafts: int  # the paper's K
+    longest: int | None = None  # longest block, where the longest costs all; None: any
 
 
 class Scheduler(Protocol):
@@ -131,7 +137,7 @@ class _CostAware(Scheduler):
     Without a table nothing is trimmed, and the plan says so.
     """
 
-    table: CostTable | None
+    table: CostModel | None
     _: KW_ONLY
     max_tokens_per_step: int | None = None
     min_gain: float = MIN_GAIN
@@ -140,41 +146,68 @@ class _CostAware(Scheduler):
         if not 0 <= self.min_gain < 1:
             raise RequestError(f"min_gain must be a fraction in [0, 1), got {self.min_gain}")
 
-    def _admitted(
+    def _seconds(
         self,
         offered: Candidates,
         context_tokens: float | None,
-        search: Callable[[Floats], int],
         *,
         smooth: bool = False,
-    ) -> int:
-        """How many candidates ``search`` admits, given Θ(n) = τ(n) / seconds(R + n).
-
-        What padding to the next measured size pays for anyway is admitted too.
-        """
-        if self.table is None:
-            return offered.available
+        longest: int | None = None,
+    ) -> Floats:  # [available + 1]
+        """Of a round that verifies n = 0, 1, .. candidates."""
+        assert self.table is not None
         requests = len(offered.survival)
-        seconds = self.table.seconds(
+        return self.table.seconds(
             requests,
             requests + offered.available,
             requests=requests,
             drafting=requests,
             context_tokens=context_tokens,
             smooth=smooth,
+            longest=longest,
         )
-        admitted = search(expected_tokens(offered) / seconds)
+
+    def _filled(self, offered: Candidates, admitted: int) -> int:
+        """Candidates that the padding to the next measured size pays for anyway come too."""
+        assert self.table is not None
+        requests = len(offered.survival)
         paid = self.table.padded_to(requests + admitted) - requests
         return min(max(admitted, paid), offered.available)
 
-    def _plan(self, offered: Candidates, admitted: int, trimmed: str) -> Plan:
+    def _best(self, offered: Candidates, context_tokens: float | None) -> Budget:
+        """The n, and where the longest block costs all the longest, with most tokens a second.
+
+        Everything, unless trimming gains ``min_gain``.
+        """
+        if self.table is None:
+            return Budget(offered.available)
+        throughput = expected_tokens(offered) / self._seconds(offered, context_tokens)
+        if not self.table.pays_longest or len(offered.survival) == 1:
+            end = throughput.size - 1
+            best = end - int(throughput[::-1].argmax())  # the right edge of a plateau
+            enough = throughput[best] >= throughput[end] * (1 + self.min_gain)
+            return Budget(self._filled(offered, best) if enough else end)
+        most, chosen = 0.0, Budget(0, 0)
+        for longest in range(offered.survival.shape[1] + 1):
+            within = offered.up_to(longest)
+            seconds = self._seconds(within, context_tokens, longest=longest)
+            throughput = expected_tokens(within) / seconds
+            best = int(throughput.argmax())
+            if throughput[best] > most:
+                most, chosen = float(throughput[best]), Budget(best, longest)
+        everything = float(throughput[-1])  # the last of them offered all
+        return chosen if most >= everything * (1 + self.min_gain) else Budget(offered.available)
+
+    def _plan(self, offered: Candidates, budget: Budget, trimmed: str) -> Plan:
+        within = offered if budget.longest is None else offered.up_to(budget.longest)
+        admitted = min(max(budget.drafts, 0), within.available)
         if self.table is None:
             reason = NO_TABLE
         elif admitted < offered.available:
             reason = trimmed
         else:
             reason = self.table.flaw or "every draft pays"
-        return Plan(best_lengths(offered, admitted), reason)
+        return Plan(best_lengths(within, admitted), reason)
 
 
 @dataclass(frozen=True)
@@ -198,8 +231,12 @@ class Algorithm1(_CostAware):
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
-        admitted = self._admitted(offered, context_tokens, self._first_descent, smooth=True)
-        return self._plan(offered, admitted, "throughput stops improving")
+        if self.table is None:
+            return self._plan(offered, Budget(offered.available), "")
+        seconds = self._seconds(offered, context_tokens, smooth=True)
+        admitted = self._first_descent(expected_tokens(offered) / seconds)
+        budget = Budget(self._filled(offered, admitted))
+        return self._plan(offered, budget, "throughput stops improving")
 
     def _first_descent(self, throughput: Floats) -> int:
         best_before = np.maximum.accumulate(throughput)[:-1]
@@ -238,8 +275,9 @@ class Global(_CostAware):
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
-        admitted = self._admitted(offered, context_tokens, lambda t: _best(t, self.min_gain))
-        return self._plan(offered, admitted, "best of the cost curve")
+        return self._plan(
+            offered, self._best(offered, context_tokens), "best of the cost curve"
+        )
 
 
 @dataclass(frozen=True)
@@ -257,17 +295,17 @@ class Asynchronous(_CostAware):
         *,
         limits: ArrayLike | None = None,  # [R]
         context_tokens: float | None = None,
-    ) -> int:
-        """Drafted tokens to verify this round over all requests (the paper's K)."""
+    ) -> Budget:
+        """What to verify this round over all requests."""
         offered = candidates(stale, limits=limits, max_tokens_per_step=self.max_tokens_per_step)
-        return self._admitted(offered, context_tokens, lambda t: _best(t, self.min_gain))
+        return self._best(offered, context_tokens)
 
     def decide(
         self,
         confidence: ArrayLike,
         *,
         stale: ArrayLike | None = None,
-        budget: int | None = None,
+        budget: Budget | None = None,
         limits: ArrayLike | None = None,
         context_tokens: float | None = None,
     ) -> Plan:
@@ -285,15 +323,14 @@ class Asynchronous(_CostAware):
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
-        admitted = min(max(budget, 0), offered.available)
-        return self._plan(offered, admitted, "budget from two rounds ago")
+        return self._plan(offered, budget, "budget from two rounds ago")
 
     def plan(
         self,
         confidence: ArrayLike,
         *,
         stale: ArrayLike | None = None,
-        budget: int | None = None,
+        budget: Budget | None = None,
         limits: ArrayLike | None = None,
         context_tokens: float | None = None,
     ) -> Lengths:
@@ -310,14 +347,16 @@ class ConfidenceHistory(NamedTuple):
     conditional confidence of those that did.
     """
 
-    ids: tuple[NDArray[np.int64], ...] = ()  # newest first, each [R_t] and sorted
+    ids: tuple[NDArray[np.int64], ...] = ()  # newest first, each [R_t]
     confidence: tuple[Floats, ...] = ()  # each [R_t, K]
 
     def push(self, ids: ArrayLike, confidence: ArrayLike) -> "ConfidenceHistory":
-        """The history after a round in which ``ids`` [R] drafted with ``confidence`` [R, K]."""
-        order = np.argsort(np.asarray(ids, dtype=np.int64))
-        newest = np.asarray(ids, dtype=np.int64)[order]
-        values = np.fmax(np.asarray(confidence, dtype=np.float64), 0.0)[order]
+        """The history after a round in which ``ids`` [R] drafted with ``confidence`` [R, K].
+
+        Both are kept, not copied.
+        """
+        newest = np.asarray(ids, dtype=np.int64)
+        values = np.asarray(confidence, dtype=np.float64)
         return ConfidenceHistory((newest, *self.ids[:1]), (values, *self.confidence[:1]))
 
     def stale(self, ids: ArrayLike) -> Floats | None:
@@ -326,15 +365,10 @@ class ConfidenceHistory(NamedTuple):
             return None
         known, confidence = self.ids[1], self.confidence[1]
         wanted = np.asarray(ids, dtype=np.int64)
+        if known.size == wanted.size and (known == wanted).all():
+            return confidence
+        order = np.argsort(known)
+        known, confidence = known[order], np.fmax(confidence[order], 0.0)
         row = np.minimum(np.searchsorted(known, wanted), known.size - 1)
         found = known[row] == wanted
-        if found.all():
-            return np.asarray(confidence[row])
         return np.where(found[:, None], confidence[row], confidence.mean(axis=0))
-
-
-def _best(throughput: Floats, min_gain: float) -> int:
-    """Where Θ(n) is largest, at the right edge of a plateau; the end unless trimming gains enough."""
-    end = throughput.size - 1
-    best = end - int(throughput[::-1].argmax())
-    return best if throughput[best] >= throughput[end] * (1 + min_gain) else end

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.break_even import plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
-from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.scheduler import (
     Algorithm1,
     Asynchronous,
@@ -52,7 +52,7 @@ class Policy:
 
 
 def standard_policies(
-    table: CostTable, gamma: int, *, max_tokens_per_step: int | None = None
+    table: CostModel, gamma: int, *, max_tokens_per_step: int | None = None
 ) -> dict[str, Policy]:
     """The policies the paper compares, and every fixed length; ``oracle`` bounds them all."""
     most = max_tokens_per_step
@@ -149,7 +149,7 @@ class _Slots:
 def simulate(
     workload: Workload,
     policy: Policy,
-    table: CostTable,
+    table: CostModel,
     load: Load,
     *,
     rounds: int = 100_000,
@@ -205,12 +205,11 @@ class _Engine:
     """One round: who drafts, what is verified, what it costs, what is committed."""
 
     def __init__(
-        self, workload: Workload, policy: Policy, table: CostTable, slots: _Slots
+        self, workload: Workload, policy: Policy, table: CostModel, slots: _Slots
     ) -> None:
         self.workload, self.policy, self.table, self.slots = workload, policy, table, slots
         self.history = ConfidenceHistory()
         self.bypass = None if policy.bypass is None else policy.bypass.start(slots.load.slots)
-        self.needs_context = bool(table.context_seconds) or len(table.context_tokens) > 1
 
     def join(self, slots: Ints) -> None:
         if self.policy.bypass is not None and self.bypass is not None and slots.size:
@@ -222,7 +221,7 @@ class _Engine:
         row = slots.cursor[running]
         slots.cursor[running] = workload.following[row]
         accepted = workload.accepted[row]
-        context = float(slots.context[running].mean()) if self.needs_context else None
+        context = float(slots.context[running].mean()) if self.table.sees_context else None
         requests = running.size
         if not self.policy.drafts:
             seconds = self.table.seconds(
@@ -238,9 +237,13 @@ class _Engine:
         tokens = int(lengths.sum())
         drafting = requests if drafted is None else int(drafted.sum())
         seconds = self.table.seconds(
-            requests + tokens, requests + tokens, requests=requests, context_tokens=context
+            requests + tokens,
+            requests + tokens,
+            requests=requests,
+            context_tokens=context,
+            longest=int(lengths.max()),
         )
-        seconds = seconds + self.policy.draft_share * self.table.draft_cost(drafting)
+        seconds = seconds + self.policy.draft_share * self.table.draft_cost(drafting, context)
         kept = np.minimum(accepted, lengths)
         if self.policy.bypass is not None and self.bypass is not None and drafted is not None:
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
@@ -308,7 +311,7 @@ class _Tally:
 
 def compare(
     workload: Workload,
-    table: CostTable,
+    table: CostModel,
     policies: Mapping[str, Policy],
     loads: Mapping[str, Load],
     *,

@@ -23,6 +23,12 @@ class Candidates(NamedTuple):
     limits: Lengths  # [R] most drafts of each request
     available: int  # how many candidates limits and the token budget leave
 
+    def up_to(self, longest: int) -> "Candidates":
+        """Those of them in the first ``longest`` positions."""
+        limits = np.minimum(self.limits, longest)
+        available = min(self.available, int(limits.sum()))
+        return Candidates(self.survival[:, :longest], limits, available)
+
 
 def survival_from_confidence(confidence: ArrayLike) -> Floats:  # [R, K] -> [R, K]
     """a_k = Π_{i≤k} c_i of conditional acceptance probabilities (paper, section 3.2.1).
@@ -54,8 +60,9 @@ def candidates(
         allowed = np.minimum(np.maximum(np.asarray(limits, dtype=np.int64), 0), drafted)
         if allowed.shape != (requests,):
             raise RequestError(f"limits must be [{requests}], got shape {allowed.shape}")
-        survival = np.where(np.arange(drafted) < allowed[:, None], survival, -1.0)
         available = int(allowed.sum())
+        if available < survival.size:
+            survival = np.where(np.arange(drafted) < allowed[:, None], survival, -1.0)
     if max_tokens_per_step is not None:
         if requests > max_tokens_per_step:
             raise CapacityError(
@@ -69,10 +76,12 @@ def expected_tokens(offered: Candidates) -> Floats:  # -> [available + 1]
     """τ(n): tokens a round commits when its n best candidates are verified, bonus tokens included."""
     tokens = np.empty(offered.available + 1)
     tokens[0] = len(offered.survival)
-    ranked = np.sort(offered.survival, axis=None)[::-1]
-    np.cumsum(ranked[: offered.available], out=tokens[1:])
-    tokens[1:] += tokens[0]
-    return tokens
+    if len(offered.survival) == 1:
+        ranked = offered.survival[0]  # survival never rises along a row
+    else:
+        ranked = np.sort(offered.survival, axis=None)[::-1]
+    tokens[1:] = ranked[: offered.available]
+    return np.asarray(np.add.accumulate(tokens))
 
 
 def best_lengths(offered: Candidates, admitted: int) -> Lengths:  # -> [R]
@@ -83,6 +92,8 @@ def best_lengths(offered: Candidates, admitted: int) -> Lengths:  # -> [R]
     """
     if admitted <= 0:
         return np.zeros_like(offered.limits)
+    if len(offered.limits) == 1:
+        return np.minimum(offered.limits, admitted)
     if admitted == int(offered.limits.sum()):
         return offered.limits
     size = offered.survival.size

@@ -11,7 +11,7 @@ from dspark_trt.cli.output import console, print_json
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
-    from dspark_trt.runtime.cost_table import CostTable
+    from dspark_trt.runtime.cost_model import CostModel
     from dspark_trt.runtime.simulation import Load
     from dspark_trt.runtime.workload import Workload
 
@@ -149,7 +149,7 @@ def _workload(
     return Workload.synthetic(rows, domain_names=names, seed=seed)
 
 
-def _cost_table(table: Path | None, gpu: str, model: str) -> "CostTable":
+def _cost_table(table: Path | None, gpu: str, model: str) -> "CostModel":
     from dspark_trt.runtime.cost_table_formats import load_cost_table
     from dspark_trt.runtime.roofline import named_table
 

@@ -29,7 +29,9 @@ _TABLE = CostTable(
 
 def _loaded(path: Path, data: Any, **options: int) -> CostTable:
     path.write_text(json.dumps(data))
-    return load_cost_table(path, **options)
+    table = load_cost_table(path, **options)
+    assert isinstance(table, CostTable)
+    return table
 
 
 def test_our_own_format(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dspark_trt.runtime.cost_table import CostTable
 from dspark_trt.runtime.scheduler import (
     Algorithm1,
     Asynchronous,
+    Budget,
     ConfidenceHistory,
     Fixed,
     Global,
@@ -63,7 +64,7 @@ def test_asynchronous_spends_its_budget_on_the_best_drafts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     confidence, table = _random_case(rng)
     budget = int(rng.integers(0, confidence.size + 1))
-    chosen = Asynchronous(table).plan(confidence, budget=budget)
+    chosen = Asynchronous(table).plan(confidence, budget=Budget(budget))
     survival = survival_from_confidence(confidence)
     best = max(
         sum(survival[r, :k].sum() for r, k in enumerate(plan))
@@ -149,7 +150,7 @@ def test_two_requests_swapped_swap_their_lengths_under_the_same_budget() -> None
     now = np.array([[0.95, 0.9, 0.9], [0.2, 0.2, 0.2]])
     scheduler = Asynchronous(table)
     first, second = scheduler.plan(now, stale=stale), scheduler.plan(now[::-1], stale=stale)
-    assert first.sum() == second.sum() == scheduler.budget(stale)
+    assert first.sum() == second.sum() == scheduler.budget(stale).drafts
     assert first.tolist() == second[::-1].tolist() == [3, 0]
 
 
@@ -182,7 +183,7 @@ def test_padding_paid_for_is_filled() -> None:
     confidence[:, 2:] = 0.01
     for scheduler in (Algorithm1(table), Global(table, verification="coupled")):
         assert len(confidence) + scheduler.plan(confidence).sum() == 6
-    assert len(confidence) + Asynchronous(table).budget(confidence) == 6
+    assert len(confidence) + Asynchronous(table).budget(confidence).drafts == 6
 
 
 def test_early_stop_is_not_caught_at_the_edge_of_a_padded_size() -> None:
@@ -200,10 +201,10 @@ def test_a_gain_below_the_minimum_does_not_trim() -> None:
     search = Global(table, verification="coupled")
     assert search.plan(confidence).tolist() == [1]
     assert Algorithm1(table).plan(confidence).tolist() == [1]
-    assert Asynchronous(table).budget(confidence) == 1
+    assert Asynchronous(table).budget(confidence).drafts == 1
     assert Global(table, verification="coupled", min_gain=0.0).plan(confidence).tolist() == [0]
     assert Algorithm1(table, min_gain=0.0).plan(confidence).tolist() == [0]
-    assert Asynchronous(table, min_gain=0.0).budget(confidence) == 0
+    assert Asynchronous(table, min_gain=0.0).budget(confidence).drafts == 0
 
 
 @given(
@@ -234,7 +235,7 @@ def test_any_input_gives_lengths_within_every_bound(
 
 
 def test_ties_keep_prefixes_closed() -> None:
-    plan = Asynchronous(None).plan(np.ones((3, 4)), budget=6)
+    plan = Asynchronous(None).plan(np.ones((3, 4)), budget=Budget(6))
     assert plan.tolist() == [4, 2, 0]
 
 
