@@ -23,6 +23,7 @@ CALIBRATION = "calibration.json"
 COST_TABLE = "sps.json"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"
+FUSED_TARGET = "target_verify"  # optional graph: the target with verification behind its logits
 MOST_TOP_LOGPROBS = 20  # alternatives that `verify_processed.onnx` returns, as OpenAI's API allows
 _MUTABLE = frozenset({MANIFEST, CALIBRATION, COST_TABLE, ENGINES})
 

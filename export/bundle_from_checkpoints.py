@@ -13,6 +13,7 @@ import onnx_ir as ir
 from dspark_trt import __version__
 from dspark_trt.bundle import (
     DTYPES,
+    FUSED_TARGET,
     MANIFEST,
     MOST_TOP_LOGPROBS,
     TOKENIZER,
@@ -63,10 +64,14 @@ def export_bundle(
     output: Path,
     *,
     dtype: str = "float32",
+    fused_verify: bool = False,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Bundle:
     """Export all graphs of a drafter, and of its target unless the host owns it.
+
+    `fused_verify` adds `target_verify.onnx`: the target's step with verification behind its logits, for
+    engines that return tokens and counts instead of `[R, V]` logits.
 
     Raises:
         CheckpointError: drafter and target do not belong together, or a tensor cannot be read.
@@ -86,6 +91,8 @@ def export_bundle(
         with new_directory(output, replace=overwrite) as folder:
             _write_graphs(plan, folder, on_progress)
             _write_verifiers(draft, folder)
+            if target is not None and fused_verify:
+                _write_fused_target(draft.config.gamma, folder)
             _copy_tokenizer(target, folder)
             on_progress(Progress("hash", "sha256", 0, 1))
             write_manifest(_describe(draft, target, dtype, folder))
@@ -158,6 +165,14 @@ def _write_verifiers(draft: DraftCheckpoint, folder: Path) -> None:
     }
     for name, model in models.items():
         (folder / f"{name}.onnx").write_bytes(model.SerializeToString())
+
+
+def _write_fused_target(gamma: int, folder: Path) -> None:
+    from dspark_trt.plugins.attach import attach_to_file
+    from dspark_trt.plugins.contract import VerifyMode
+
+    target, fused = folder / "target.onnx", folder / f"{FUSED_TARGET}.onnx"
+    attach_to_file(target, fused, mode=VerifyMode.REJECTION, gamma=gamma, logits="logits")
 
 
 def _save(model: ir.Model, path: Path) -> None:

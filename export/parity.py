@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dspark_trt.bundle import Bundle, Source
+from dspark_trt.bundle import FUSED_TARGET, Bundle, Source
 from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, source_hash
 from dspark_trt.errors import BackendError, CheckpointError
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
@@ -28,6 +28,7 @@ from dspark_trt.models.loading import (
     load_target,
     target_skeleton,
 )
+from dspark_trt.plugins.specification import verify_rejection
 
 # Absolute, for outputs of magnitude up to 8, and in proportion beyond: float32 sums in another order,
 # float16 operands round at 2^-11.
@@ -79,6 +80,10 @@ def check_parity(
         if graph.name == "draft":
             _forget_after_divergence(reference, outputs, tolerance)
         yield from _compare(graph.name, reference, outputs, tolerance)
+        if graph.name == "target":
+            yield _many_rows_against_one(bundle, graph, random, tolerance)
+            if FUSED_TARGET in bundle.graph_names:
+                yield from _fused_target(bundle, graph, random)
     for case in verify_cases(bundle, random):
         outputs = _run_graph(bundle.graph_path(case.graph), case.inputs)
         yield from _compare(case.graph, case.expected, outputs, TOLERANCES["float32"])
@@ -119,6 +124,76 @@ def _check_source(
         raise CheckpointError(
             f"{checkpoint.path} (sha256 {digest[:12]}…) is not what the bundle was exported from: {expected}"
         )
+
+
+def _many_rows_against_one(
+    bundle: Bundle, graph: Graph, random: np.random.Generator, tolerance: float
+) -> OutputParity:
+    """How far logits of a block verified at once are from decoding it row by row: greedy decoding can
+    differ from plain decoding only where two logits are nearer than that (see `strict_margin`).
+    """
+    path, rows, start = bundle.graph_path(graph.name), 8, 20
+    inputs = _inputs(graph, random)
+    caches = {name: value[:1] for name, value in inputs.items() if name.startswith("past_")}
+    tokens = random.integers(0, _vocab(graph), rows)
+
+    def step(first: int, count: int) -> Arrays:
+        index = np.arange(count)
+        return _run_graph(
+            path,
+            {
+                "token_ids": tokens[first : first + count],
+                "positions": start + first + index,
+                "pad_index": index[None],
+                "unpad_index": index,
+                "logit_rows": index,
+                "context_len": np.array([start + first]),
+                **caches,
+            },
+        )
+
+    together = step(0, rows)["logits"]
+    alone = []
+    for row in range(rows):
+        outputs = step(row, 1)
+        alone.append(outputs["logits"][0])
+        caches = {name: outputs[name.replace("past", "present")] for name in caches}
+    error = float(np.abs(together - alone).max())
+    limit = _limit(together, tolerance)
+    finite = error if isfinite(error) else None
+    return OutputParity("target", "logits, 8 rows against 1", finite, limit, error <= limit)
+
+
+def _fused_target(
+    bundle: Bundle, graph: Graph, random: np.random.Generator
+) -> Iterator[OutputParity]:
+    """The target with verification behind it, against the plain target's logits under the specification."""
+    gamma = bundle.draft.gamma
+    inputs = _inputs(graph, random)
+    lengths = np.minimum([3, 2, 1], gamma)
+    starts = np.array([0, 4, 7])  # first flattened row of each request
+    inputs["logit_rows"] = np.concatenate(
+        [start + np.arange(1 + length) for start, length in zip(starts, lengths, strict=True)]
+    )
+    reference = _run_graph(bundle.graph_path(graph.name), inputs)
+    logits = reference.pop("logits")
+    offsets = np.concatenate([[0], np.cumsum(1 + lengths)])
+    verify: Arrays = {
+        "offsets": offsets.astype(np.int64),
+        "draft_tokens": np.stack(
+            [np.resize(logits[a:].argmax(-1), gamma) for a in offsets[:-1]]
+        ),
+        "draft_logits": random.standard_normal((3, gamma, logits.shape[1]), np.float32),
+        "draft_temperature": np.array([0, 0.7, 1], np.float32),
+        "temperature": np.array([0, 0.7, 1], np.float32),
+        "top_k": np.array([0, 20, 0], np.int64),
+        "top_p": np.array([1, 1, 0.9], np.float32),
+        "min_p": np.zeros(3, np.float32),
+        "uniforms": random.random((3, gamma + 1), np.float32),
+    }
+    outputs = _run_graph(bundle.graph_path(FUSED_TARGET), inputs | verify)
+    expected = reference | verify_rejection(target_logits=logits, **verify)._asdict()
+    yield from _compare(FUSED_TARGET, expected, outputs, TOLERANCES[bundle.dtype])
 
 
 _SIZES = {
@@ -231,5 +306,7 @@ def _compare(
 def _limit(reference: NDArray[Any], tolerance: float) -> float:
     if reference.dtype.kind == "i":
         return 0.0
-    finite = np.abs(reference[np.isfinite(reference)])  # an infinite limit would pass everything
+    finite = np.abs(
+        reference[np.isfinite(reference)]
+    )  # an infinite limit would pass everything
     return tolerance * max(1.0, float(finite.max(initial=0)) / _MAGNITUDE)

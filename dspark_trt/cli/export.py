@@ -58,6 +58,12 @@ def command(
             show_default=False,
         ),
     ] = None,
+    fused_verify: Annotated[
+        bool,
+        typer.Option(
+            "--fused-verify", help="Also write a target graph that returns verified tokens."
+        ),
+    ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -82,7 +88,13 @@ def command(
 
     with _progress_bar(hidden=json) as show:
         bundle = export_bundle(
-            drafter, host, output, dtype=dtype, overwrite=overwrite, on_progress=show
+            drafter,
+            host,
+            output,
+            dtype=dtype,
+            fused_verify=fused_verify,
+            overwrite=overwrite,
+            on_progress=show,
         )
     seconds = time.perf_counter() - started
     size = sum(record.size_bytes for record in bundle.files.values())
