@@ -206,9 +206,13 @@ def _add_functions(model: onnx.ModelProto, functions: list[onnx.FunctionProto]) 
 
 def _external_files(model: onnx.ModelProto) -> set[str]:
     tensors = (t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL)
-    return {
+    found = {
         entry.value for t in tensors for entry in t.external_data if entry.key == "location"
     }
+    for location in found:  # a model from elsewhere must not make us write outside its folder
+        if Path(location).is_absolute() or ".." in Path(location).parts:
+            raise ExportError(f"the model keeps weights in {location}, outside its own folder")
+    return found
 
 
 def _place(source: Path, destination: Path) -> None:
