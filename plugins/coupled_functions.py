@@ -10,7 +10,7 @@ from onnxscript import script
 from onnxscript.onnx_opset import opset24 as op
 
 from dspark_trt.plugins.distribution import GREEDY_BELOW
-from dspark_trt.plugins.filter_functions import Filter, IsLimited
+from dspark_trt.plugins.filter_functions import Thresholds
 from dspark_trt.plugins.functions import (
     FLOAT,
     BestTokens,
@@ -110,16 +110,14 @@ def OwnTokens(target_logits, offsets, temperature, top_k, top_p, min_p, seeds, p
     scores = GumbelScores(
         scaled, op.Gather(seeds, request), op.Gather(positions, request) + place
     )
-    if IsLimited(top_k, top_p, min_p):
-        _weights, dropped = Filter(
-            scaled,
-            op.Gather(top_k, request),
-            op.Gather(top_p, request),
-            op.Gather(min_p, request),
-        )
-        kept = op.Where(dropped, op.Constant(value_float=float("-inf")), scores)
-    else:
-        kept = op.Identity(scores)
+    threshold = Thresholds(
+        scaled,
+        op.Softmax(scaled, axis=1),
+        op.Gather(top_k, request),
+        op.Gather(top_p, request),
+        op.Gather(min_p, request),
+    )
+    kept = op.Where(scaled < threshold, op.Constant(value_float=float("-inf")), scores)
     return BestTokens(op.Where(greedy, target_logits, kept))
 
 

@@ -84,8 +84,9 @@ def filter_logits(
         before = np.concatenate([np.zeros(1, np.float32), mass[:-1]])
         inside = max(1, int(np.count_nonzero(before < top_p * mass[-1])))
         threshold = max(threshold, descending[inside - 1])
-    keep = (scaled >= threshold) & (np.exp(scaled - descending[0]) >= min_p)
-    return np.where(keep, scaled, np.float32(-np.inf))
+    if min_p > 0:
+        threshold = max(threshold, descending[0] + np.log(min_p))
+    return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
 class Processors(NamedTuple):

@@ -16,6 +16,7 @@ from dspark_trt.plugins.functions import FLOAT, INT64, dspark
 
 CANDIDATES = 1024  # TensorRT's TopK stops at 3840
 UNDERFLOW = 104.0  # exp(-104) is 0 in float32: nothing below is worth searching
+LOWEST = -3.4028234e38
 
 
 @script(dspark, default_opset=op)
@@ -53,61 +54,43 @@ def Search(scaled, weights, wanted, top):  # [T, V], [T, V] or [1, 1], [T, 1], [
 
 
 @script(dspark, default_opset=op)
-def TopKThreshold(
-    scaled, candidates, top_k
-):  # [T, V], [T, C] descending, int64 [T, 1] -> [T, 1]
-    """The k-th largest logit; the smallest float for k = 0."""
+def Nucleus(p, scaled, floor, top_p):  # [T, V], [T, V], [T, 1], [T, 1] -> [T, 1]
+    """The mass that top-p asks for, of what a floor on the logits keeps."""
+    kept = p * op.Cast(scaled >= floor, to=FLOAT)
+    return op.ReduceSum(kept, [1], keepdims=1) * top_p
+
+
+@script(dspark, default_opset=op)
+def CandidateThresholds(scaled, p, top_k, top_p, min_p):
+    # [T, V], [T, V], int64 [T, 1], [T, 1], [T, 1] -> [T, 1], bool [T, 1], [T, 1]
+    """Threshold of top-k and top-p, whether it lies beyond the candidates, and that of min-p."""
     vocab = op.Shape(scaled, start=1, end=2)
-    count = op.Shape(candidates, start=1, end=2)
-    limited = op.And(top_k > 0, top_k < vocab)
-    place = op.Max(op.Min(top_k, count) - 1, [0])
-    found = op.GatherElements(candidates, place, axis=1)
-    beyond = op.And(limited, top_k > count)
-    if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
-        searched = Search(
-            scaled, op.CastLike([[1]], scaled), op.Cast(top_k, to=FLOAT), candidates[:, :1]
-        )
-        threshold = op.Where(beyond, searched, found)
-    else:
-        threshold = op.Identity(found)
-    return op.Where(limited, threshold, -3.4028235e38)
+    count = op.Min(op.Constant(value_ints=[CANDIDATES]), vocab)
+    candidates, tokens = op.TopK(scaled, count, axis=1)
+    by_count = op.And(top_k > 0, top_k < vocab)
+    last = op.GatherElements(candidates, op.Max(op.Min(top_k, count) - 1, [0]), axis=1)
+    floor = op.Where(by_count, last, LOWEST)
+    before = op.CumSum(op.GatherElements(p, tokens, axis=1), 1, exclusive=1)
+    inside = before < Nucleus(p, scaled, floor, top_p)
+    wanted = op.ReduceSum(op.Cast(inside, to=INT64), [1], keepdims=1)
+    nucleus = op.GatherElements(candidates, op.Max(wanted - 1, [0]), axis=1)
+    by_mass = top_p < 1.0
+    hidden = op.And(wanted == count, count < vocab)
+    beyond = op.Or(op.And(by_count, top_k > count), op.And(by_mass, hidden))
+    threshold = op.Max(floor, op.Where(by_mass, nucleus, LOWEST))
+    return threshold, beyond, candidates[:, :1] + op.Log(min_p)
 
 
 @script(dspark, default_opset=op)
-def TopPThreshold(scaled, weights, candidates, top_p, floor):
-    # [T, V], [T, V], [T, C] descending, [T, 1], [T, 1] -> [T, 1]
-    """The largest logit such that the tokens at or above it hold ``top_p`` of what ``floor`` keeps."""
-    top = candidates[:, :1]
-    kept = weights * op.Cast(scaled >= floor, to=FLOAT)
-    budget = op.ReduceSum(kept, [1], keepdims=1) * top_p
-    before = op.CumSum(op.Exp(candidates - top), 1, exclusive=1)
-    inside = op.ReduceSum(op.Cast(before < budget, to=INT64), [1], keepdims=1)
-    found = op.GatherElements(candidates, op.Max(inside - 1, [0]), axis=1)
-    limited = top_p < 1.0
-    count = op.Shape(candidates, start=1, end=2)
-    hidden = op.And(inside == count, count < op.Shape(scaled, start=1, end=2))
-    beyond = op.And(limited, hidden)
-    if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
-        searched = Search(scaled, weights, budget, top)
-        threshold = op.Where(beyond, searched, found)
-    else:
-        threshold = op.Identity(found)
-    return op.Where(limited, threshold, floor)
-
-
-@script(dspark, default_opset=op)
-def Filter(scaled, top_k, top_p, min_p):  # [T, V], int64 [T], [T], [T] -> [T, V], bool [T, V]
-    """exp(scaled - maximum), and what top-k, top-p or min-p drop (never a NaN, which has to be seen)."""
-    candidates, _places = op.TopK(
-        scaled,
-        op.Min(op.Constant(value_ints=[CANDIDATES]), op.Shape(scaled, start=1, end=2)),
-        axis=1,
-    )
-    weights = op.Exp(scaled - candidates[:, :1])
-    floor = TopKThreshold(scaled, candidates, op.Unsqueeze(top_k, [1]))
-    nucleus = TopPThreshold(scaled, weights, candidates, op.Unsqueeze(top_p, [1]), floor)
-    dropped = op.Or(scaled < op.Max(floor, nucleus), weights < op.Unsqueeze(min_p, [1]))
-    return weights, dropped
+def SearchThresholds(scaled, p, top_k, top_p):  # as above -> [T, 1]
+    """The threshold of top-k and top-p, wherever it is."""
+    top = op.ReduceMax(scaled, [1], keepdims=1)
+    one = op.CastLike([[1]], scaled)
+    by_count = op.And(top_k > 0, top_k < op.Shape(scaled, start=1, end=2))
+    last = Search(scaled, one, op.Cast(top_k, to=FLOAT), top)
+    floor = op.Where(by_count, last, LOWEST)
+    nucleus = Search(scaled, p, Nucleus(p, scaled, floor, top_p), top)
+    return op.Max(floor, op.Where(top_p < 1.0, nucleus, LOWEST))
 
 
 @script(dspark, default_opset=op)
@@ -120,6 +103,28 @@ def IsLimited(top_k, top_p, min_p):  # 3 of [B] -> bool []
 
 
 @script(dspark, default_opset=op)
+def Thresholds(scaled, p, top_k, top_p, min_p):  # [T, V], [T, V], int64 [T], [T], [T] -> [T, 1]
+    """What a scaled logit must reach not to be dropped by top-k, top-p or min-p.
+
+    Branches follow one another: TensorRT-RTX 1.7 cannot build one inside another with dynamic shapes.
+    """
+    count = op.Unsqueeze(top_k, [1])
+    mass = op.Unsqueeze(top_p, [1])
+    least = op.Unsqueeze(min_p, [1])
+    if IsLimited(top_k, top_p, min_p):
+        threshold, beyond, floor = CandidateThresholds(scaled, p, count, mass, least)
+    else:
+        threshold = least + LOWEST
+        beyond = least < 0.0
+        floor = least + LOWEST
+    if op.ReduceMax(op.Cast(beyond, to=INT64), keepdims=0) > 0:
+        found = op.Where(beyond, SearchThresholds(scaled, p, count, mass), threshold)
+    else:
+        found = op.Identity(threshold)
+    return op.Max(found, floor)
+
+
+@script(dspark, default_opset=op)
 def FilterDraft(logits, temperature, top_k, top_p, min_p):  # [B, V], 4 of [B] -> [B, V]
     """The same filters on a drafter's logits (before temperature): what is dropped becomes -inf.
 
@@ -127,5 +132,6 @@ def FilterDraft(logits, temperature, top_k, top_p, min_p):  # [B, V], 4 of [B] -
     filters forbid is accepted less.
     """
     divisor = op.Where(temperature < GREEDY_BELOW, 1.0, temperature)
-    _weights, dropped = Filter(logits / op.Unsqueeze(divisor, [1]), top_k, top_p, min_p)
-    return op.Where(dropped, op.Constant(value_float=float("-inf")), logits)
+    scaled = logits / op.Unsqueeze(divisor, [1])
+    threshold = Thresholds(scaled, op.Softmax(scaled, axis=1), top_k, top_p, min_p)
+    return op.Where(scaled < threshold, op.Constant(value_float=float("-inf")), logits)

@@ -57,19 +57,6 @@ def largest_reaching(
 
 
 @triton.jit
-def smallest_likely(top, min_p):
-    """The smallest float whose weight exp(x - top) is not below ``min_p``."""
-    key = tl.full([], 0, tl.uint32)
-    step = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
-        candidate = key | step
-        step = step >> 1
-        unlikely = tl.exp(float_of_key(candidate) - top) < min_p
-        key = tl.where(unlikely, candidate, key)
-    return float_of_key(key + 1)
-
-
-@triton.jit
 def threshold_kernel(
     target_logits, offsets, temperature, top_k, top_p, min_p, thresholds,
     V: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
@@ -97,5 +84,5 @@ def threshold_kernel(
                 nucleus = largest_reaching(target_logits, row, t, budget, top, True, V, CHUNK)
                 threshold = tl.maximum(threshold, nucleus)
             if m > 0.0:
-                threshold = tl.maximum(threshold, smallest_likely(top, m))
+                threshold = tl.maximum(threshold, top + tl.log(m))
         tl.store(thresholds + request * (K + 1) + place, threshold)
