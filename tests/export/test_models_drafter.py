@@ -342,8 +342,8 @@ def test_huge_taps_stay_finite_in_float16(tmp_path: Path) -> None:
     """Taps beyond 2e4 are real; the norm behind `fc` makes their scale irrelevant."""
     path = write_draft(tmp_path / "draft", layers=2, gamma=4, rank=8)
     module = load_drafter(read_draft(path), dtype=torch.float16)
-    taps = torch.from_numpy(all_taps()[0])[None]
-    scale = 3e4 / float(taps.abs().max())
+    taps = torch.from_numpy(np.sign(all_taps()[0]))[None]
+    scale = 3e4  # sums of products reach 1e5, beyond what float16 holds
     halves = [empty_caches(module.config.decoder, 1, dtype=torch.float16) for _ in range(2)]
     start = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode():
