@@ -7,7 +7,7 @@ calibration, online correction, schedulers and traces need not know the differen
 fitted on traces (``calibration_fit``) and kept in the calibration; unfitted, the drafted token's own
 logit is used.
 
-Legend: R requests, N rounds, K = γ drafted tokens.
+Legend: R requests, N rounds, K = γ drafted tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,18 @@ class Estimator:
                 f"the estimator is for {len(self.weights)} drafted tokens, got {features.shape[1]}"
             )
         return np.asarray(np.einsum("rkf,kf->rk", features, self.weights))
+
+
+def draft_probabilities(
+    logits: NDArray[np.float32], tokens: NDArray[np.int64], temperature: NDArray[np.float32]
+) -> tuple[Floats, Floats]:
+    """q(x_k) and max q, each `[R, K]`, from draft logits `[R, K, V]`; greedy requests count at temperature 1."""
+    heat = np.where(temperature > 0, temperature, 1)[:, None, None]
+    scaled = logits / heat
+    top = scaled.max(axis=-1)
+    total = np.exp(scaled - top[..., None]).sum(axis=-1)
+    chosen = np.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
+    return np.exp(chosen - top).astype(np.float64) / total, 1.0 / total.astype(np.float64)
 
 
 def probability_features(

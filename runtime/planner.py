@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From confidence logits to verification lengths: what the engine's scheduler remembers between rounds.
+"""From a draft step to verification lengths: what the engine's scheduler remembers between rounds.
 
 Schedulers are pure; this is where their past lives: the bypass accounts, each request's own correction
-from its earlier rounds, and the confidences of two rounds ago. Slots name requests for as long as they run.
+from its earlier rounds, and the confidences of two rounds ago. Slots name requests for as long as they
+run, ids for ever.
 
-Legend: R requests of a round, K = γ drafted tokens.
+A round may take a millisecond, and learning from it a third of one. So rounds are learned from together:
+each round while the drafter is unknown, later once ``_TOGETHER`` outcomes have come in.
+
+Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ drafted tokens, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -12,10 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.runtime.backends.interface import DraftOutput
 from dspark_trt.runtime.break_even import plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.calibration import Calibration
-from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.cost_model import CostModel
+from dspark_trt.runtime.estimator import Estimator, draft_probabilities
 from dspark_trt.runtime.online_calibration import (
     Drift,
     RequestOffsets,
@@ -28,18 +34,38 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+BYPASSED = "drafting does not pay: bypassed"
+_TOGETHER = 16  # outcomes, requests times rounds
+_FIXED_TOGETHER = 256  # only drift learns from fixed lengths, and it is read by people
 
-_UNREAD_ROUNDS = (
-    64  # drift is read by people and scrapers: rounds need not pay for it one by one
-)
+
+class DraftedRequests(NamedTuple):
+    """The decoding requests of a round whose draft step is done."""
+
+    rows: Ints  # [R] of the draft output
+    ids: Ints  # [R]
+    slots: Ints  # [R]
+    drafted: Bools  # [R]
+    limits: Ints  # [R] most drafts to verify; 0 where not drafted
+    temperature: NDArray[np.float32]  # [R]
+    context_tokens: float  # mean
 
 
 class PlannedRound(NamedTuple):
     lengths: Ints  # [R] ℓ_r
-    confidence: (
-        Floats | None
-    )  # [R, K] calibrated; None: nobody asked for it, or there is no head
     reason: str
+    confidence: Floats | None  # [D, K] calibrated; None: nobody asked for it
+    logits: NDArray[np.floating] | None  # [D, K] raw, where nobody asked for more
+
+
+class _Outcome(NamedTuple):
+    """A round to learn from."""
+
+    planned: PlannedRound
+    drafted: Bools  # [R]
+    lengths: Ints  # [R]
+    accepted: Ints  # [R]
+    context_tokens: float
 
 
 class Planner:
@@ -51,20 +77,26 @@ class Planner:
         *,
         calibration: Calibration,
         slots: int,
-        table: CostTable | None = None,
+        table: CostModel | None = None,
         bypass: Bypass | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.calibration = calibration
         self.table = table
-        self._drift = Drift.empty(calibration.gamma)
-        self._unread: list[tuple[Floats, Ints, Ints]] = []  # rounds not yet in the drift
+        self._estimator = calibration.estimator or Estimator.unfitted(calibration.gamma)
         self._bypass = (
             bypass if table is not None else None
         )  # what drafting costs must be known
         self._accounts = Bypass().start(slots)
         self._offsets = RequestOffsets.empty(slots)
         self._history = ConfidenceHistory()
+        self._drift = Drift.empty(calibration.gamma)
+        self._slots = np.zeros(0, np.int64)  # whose rounds wait to be learned from
+        self._unlearned: list[_Outcome] = []
+        self._rest = self._rested = 0  # rounds without drafts: still to come, not yet accounted
+        self._is_settled = self._bypass is None  # nothing is to be found out soon
+        # With a fixed length nothing is asked of confidences: their cost is saved.
+        self._is_fixed = isinstance(scheduler, Fixed) and scheduler.max_tokens_per_step is None
 
     @property
     def gamma(self) -> int:
@@ -73,77 +105,163 @@ class Planner:
     @property
     def drift(self) -> Drift:
         """Predicted against observed acceptance of recent rounds."""
-        for confidence, lengths, accepted in self._unread:
-            self._drift = self._drift.updated(confidence, lengths, accepted)
-        self._unread.clear()
-        return self._drift
+        return self._drifted()
+
+    @property
+    def bypassed(self) -> dict[str, int] | None:
+        """Who has stopped drafting, for status; None: nobody ever does."""
+        if self._bypass is None:
+            return None
+        rest = self._bypass.rest(self._accounts, self._slots)
+        return {
+            "requests": int(self._accounts.stopped[self._slots].sum()),
+            "all": int(rest > 0),
+            "rounds_to_next_probe": max(rest - self._rested, 0),
+        }
 
     def joined(self, slot: int) -> None:
-        """A new request has `slot`: nothing is known about it."""
+        """A new request has ``slot``: nothing is known about it."""
+        self._learn()
         if self._bypass is not None:
             self._accounts = self._bypass.joined(self._accounts, [slot])
         self._offsets = self._offsets.released([slot])
 
     def drafting(self, slots: Ints) -> Bools:  # [R] -> [R]
         """Whose drafting may pay this round."""
+        if not np.array_equal(self._slots, slots):
+            self._learn()
+            self._account_for_rest()
+            self._slots, self._rest = slots, 0
         if self._bypass is None:
             return np.ones(len(slots), np.bool_)
-        return self._bypass.drafting(self._accounts, slots)
+        if self._rest == 0:
+            self._account_for_rest()
+            drafts = self._bypass.drafting(self._accounts, slots)
+            if drafts.any():
+                return drafts
+            self._rest = max(self._bypass.rest(self._accounts, slots), 1)
+        self._rest, self._rested = self._rest - 1, self._rested + 1
+        return np.zeros(len(slots), np.bool_)
 
-    def plan(
-        self,
-        slots: Ints,
-        confidence_logits: NDArray[np.floating] | None,
-        limits: Ints,
-        context: float,
-    ) -> PlannedRound:
-        """Lengths of the requests in `slots`, at most `limits`, with a mean context of so many tokens."""
-        if confidence_logits is None:
+    def plan(self, requests: DraftedRequests, draft: DraftOutput) -> PlannedRound:
+        """Lengths of the requests, at most their limits."""
+        own = requests.rows[requests.drafted]
+        if self._is_fixed:
+            assert isinstance(self.scheduler, Fixed)
+            scores = draft.confidence_logits
             return PlannedRound(
-                self.scheduler.plan(np.ones((len(slots), self.gamma)), limits=limits),
+                np.minimum(requests.limits, self.scheduler.k),
+                "fixed length",
                 None,
-                "the drafter has no confidence head",
+                None if scores is None else scores[own],
             )
-        confidence = corrected_confidence(
-            self.calibration, confidence_logits, self._offsets, slots
+        slots = requests.slots[requests.drafted]
+        logits = self._confidence_logits(draft, own, requests)
+        confidence = corrected_confidence(self.calibration, logits, self._offsets, slots)
+        return self._planned(requests, confidence)
+
+    def _confidence_logits(
+        self, draft: DraftOutput, rows: Ints, requests: DraftedRequests
+    ) -> NDArray[np.floating]:
+        """The head's, or the estimator's from the drafter's own probabilities, [D, K]."""
+        if draft.confidence_logits is not None:
+            return draft.confidence_logits[rows]
+        heat = requests.temperature[requests.drafted]
+        return self._estimator.logits(
+            *draft_probabilities(draft.logits[rows], draft.tokens[rows], heat)
         )
+
+    def _planned(self, requests: DraftedRequests, confidence: Floats) -> PlannedRound:
+        ids, limits = requests.ids[requests.drafted], requests.limits
+        context = requests.context_tokens
+        everyone = self._for_all(confidence, requests.drafted)
         if isinstance(self.scheduler, Asynchronous):
-            stale = self._history.stale(slots)
+            stale = self._history.stale(ids)
+            if stale is not None:
+                stale = self._for_all(stale, requests.drafted)
             plan = self.scheduler.decide(
-                confidence, stale=stale, limits=limits, context_tokens=context
+                everyone, stale=stale, limits=limits, context_tokens=context
             )
-            self._history = self._history.push(slots, confidence)
-            return PlannedRound(plan.lengths, confidence, plan.reason)
-        lengths = self.scheduler.plan(confidence, limits=limits, context_tokens=context)
-        reason = "fixed" if isinstance(self.scheduler, Fixed) else "planned"
-        return PlannedRound(lengths, confidence, reason)
+            self._history = self._history.push(ids, confidence)
+        else:
+            plan = self.scheduler.decide(everyone, limits=limits, context_tokens=context)
+        return PlannedRound(plan.lengths, plan.reason, confidence, None)
+
+    def _for_all(self, values: Floats, drafted: Bools) -> Floats:  # [D, K] -> [R, K]
+        """Rows of those that did not draft are zero: their rows of the step count, they do not."""
+        if len(values) == drafted.size:
+            return values
+        spread = np.zeros((drafted.size, self.gamma))
+        spread[drafted] = values
+        return spread
 
     def learn(
         self,
-        slots: Ints,
-        drafted: Bools,
-        planned: PlannedRound | None,
-        lengths: Ints,
-        accepted: Ints,
-        context: float,
+        planned: PlannedRound,
+        drafted: Bools,  # [R]
+        lengths: Ints,  # [R]
+        accepted: Ints,  # [R]
+        context_tokens: float,
     ) -> None:
-        """What the round showed; used from the next round on, never in this one."""
+        """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
+        self._unlearned.append(_Outcome(planned, drafted, lengths, accepted, context_tokens))
+        if len(self._unlearned) * drafted.size >= self._patience():
+            self._learn()
+
+    def _patience(self) -> int:
+        if self._is_fixed and self._bypass is None:
+            return _FIXED_TOGETHER
+        return _TOGETHER if self._is_settled else 1
+
+    def _learn(self) -> None:
+        if not self._unlearned:
+            return
+        rounds = self._unlearned
+        self._drift = self._drifted()
+        drafted = np.stack([each.drafted for each in rounds])
+        lengths = np.stack([each.lengths for each in rounds])
+        accepted = np.stack([each.accepted for each in rounds])
         if self._bypass is not None and self.table is not None:
+            context = rounds[-1].context_tokens
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
             self._accounts = self._bypass.updated(
-                self._accounts, slots, drafted=drafted, spent=spent, accepted=accepted
+                self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
             )
-        if planned is None or planned.confidence is None or not drafted.any():
-            return
-        rows = np.flatnonzero(drafted)
-        self._unread.append((planned.confidence, lengths[rows], accepted[rows]))
-        if len(self._unread) == _UNREAD_ROUNDS:
-            _ = self.drift
-        self._offsets = updated(
-            self._offsets,
-            slots[rows],
-            planned.confidence,
-            lengths[rows],
-            accepted[rows],
-            self.calibration.request_variance,
+            self._is_settled = self._bypass.is_settled(self._accounts, self._slots)
+        if not self._is_fixed:
+            self._offsets = updated(
+                self._offsets,
+                np.broadcast_to(self._slots, drafted.shape)[drafted],
+                np.concatenate([self._confidence_of(each) for each in rounds]),
+                lengths[drafted],
+                accepted[drafted],
+                self.calibration.request_variance,
+            )
+        self._unlearned = []
+
+    def _drifted(self) -> Drift:
+        """The drift with what is not yet learned."""
+        rounds = [
+            each for each in self._unlearned
+            if each.planned.confidence is not None or each.planned.logits is not None
+        ]  # fmt: skip
+        if not rounds:
+            return self._drift
+        return self._drift.updated(
+            np.concatenate([self._confidence_of(each) for each in rounds]),
+            np.concatenate([each.lengths[each.drafted] for each in rounds]),
+            np.concatenate([each.accepted[each.drafted] for each in rounds]),
+            len(rounds),
         )
+
+    def _confidence_of(self, outcome: _Outcome) -> Floats:  # [D, K]
+        planned = outcome.planned
+        if planned.confidence is not None:
+            return planned.confidence
+        assert planned.logits is not None
+        return self.calibration.confidence(planned.logits)
+
+    def _account_for_rest(self) -> None:
+        if self._bypass is not None and self._rested:
+            self._accounts = self._bypass.rested(self._accounts, self._slots, self._rested)
+            self._rested = 0

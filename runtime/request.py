@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a caller asks of the engine, and what it gets back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
@@ -119,6 +119,7 @@ class RequestStats:
     output_tokens: int
     accepted_lengths: tuple[int, ...]  # per round: accepted drafts plus the target's own token
     verification_lengths: tuple[int, ...]  # per round: ℓ
+    reasons: Mapping[str, int]  # rounds, those without drafts included, by why ℓ was chosen
     seconds: float  # from submission to the last token
     first_token_seconds: float  # from submission to the first token
     decode_seconds: float  # from the first token to the last

@@ -28,7 +28,7 @@ from dspark_trt.runtime.backends.interface import (
     VerifyInputs,
 )
 from dspark_trt.runtime.drafter_window import DrafterWindow
-from dspark_trt.runtime.planner import PlannedRound, Planner
+from dspark_trt.runtime.planner import BYPASSED, DraftedRequests, PlannedRound, Planner
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
 from dspark_trt.runtime.rows import ProcessorTable, RowTable
@@ -188,9 +188,9 @@ class Rounds:
             for sequence in self.active[:count]:
                 sequence.is_doubtful = False
         decoding = np.array([not s.is_prefilling for s in self.active[:count]])
-        draft = None if is_plain else self._draft(count)
+        draft = None if is_plain else self._draft(decoding)
         stages.end("draft")
-        planned, lengths = self._plan(count, draft)
+        planned, lengths = self._plan(decoding, draft)
         stages.end("schedule")
         tokens = self._tokens(count, draft, lengths)
         rows = ragged_rows(tokens, self.table.target_len[:count], decoding)
@@ -213,10 +213,11 @@ class Rounds:
                 BackendError
             ) as error:  # its taps were refused: others have committed already
                 self.active[row].finish(FinishReason.ERROR, str(error))
-        slots = np.array([s.slot for s in self.active[:count]])
-        self.planner.learn(
-            slots, drafted, planned, lengths, accepted, self._mean_context(count)
-        )
+        if planned is not None:
+            own = np.flatnonzero(decoding)
+            context = self._mean_context(own)
+            self.planner.learn(planned, drafted[own], lengths[own], accepted[own], context)
+        self._count_reasons(decoding, drafted, planned)
         stages.end("commit")
         committed = [len(s.output) for s in self.active[:count]]
         return RoundReport(
@@ -233,19 +234,29 @@ class Rounds:
             seconds=stages.seconds,
         )
 
-    def _mean_context(self, count: int) -> float:
-        return float(self.table.target_len[:count].mean())
+    def _mean_context(self, rows: Ints) -> float:
+        return float(self.table.target_len[rows].mean())
+
+    def _count_reasons(
+        self, decoding: Bools, drafted: Bools, planned: PlannedRound | None
+    ) -> None:
+        reason = BYPASSED if planned is None else planned.reason
+        for sequence, decodes, drafts in zip(self.active, decoding, drafted, strict=False):
+            if decodes and sequence.request.speculate:
+                sequence.reasons[reason if drafts else BYPASSED] += 1
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Near ties are looked for in raw logits: strict engines do not draft where others count."""
         is_strict = self._strict_margin > 0 and sequence.request.uses_processors
         return sequence.request.speculate and not sequence.is_prefilling and not is_strict
 
-    def _draft(self, count: int) -> _Draft | None:
+    def _draft(self, decoding: Bools) -> _Draft | None:
         """One draft step over the rows up to the last that drafts; None where nobody does."""
-        slots = np.array([s.slot for s in self.active[:count]])
-        may = np.array([self._may_draft(s) for s in self.active[:count]])
-        drafted = may & self.planner.drafting(slots)
+        rows = np.flatnonzero(decoding)
+        drafted = np.array([self._may_draft(s) for s in self.active[: len(decoding)]])
+        if drafted.any():
+            slots = np.array([self.active[row].slot for row in rows])
+            drafted[rows] &= self.planner.drafting(slots)
         if not drafted.any():
             return None
         batch = int(drafted.nonzero()[0][-1]) + 1
@@ -264,21 +275,29 @@ class Rounds:
         table.new_len[:batch] = 0
         return _Draft(output, drafted[:batch])
 
-    def _plan(self, count: int, draft: _Draft | None) -> tuple[PlannedRound | None, Ints]:
+    def _plan(self, decoding: Bools, draft: _Draft | None) -> tuple[PlannedRound | None, Ints]:
         """Verification lengths `[B]`: the scheduler's, within context room and token budget."""
-        lengths = np.zeros(count, np.int64)
+        lengths = np.zeros(len(decoding), np.int64)
         if draft is None:
             return None, lengths
-        rows = np.flatnonzero(draft.drafted)
+        rows = np.flatnonzero(decoding)
+        drafted = np.zeros(len(decoding), np.bool_)
+        drafted[: len(draft.drafted)] = draft.drafted
+        drafted = drafted[rows]
         room = self._max_context_tokens - 1 - self.table.target_len[rows]
-        share = (self._max_tokens_per_step - len(self.active)) // len(rows)
-        limits = np.clip(np.minimum(room, share), 0, self._gamma)
-        scores = draft.output.confidence_logits
+        share = (self._max_tokens_per_step - len(self.active)) // int(drafted.sum())
+        most = np.minimum(np.maximum(np.minimum(room, share), 0), self._gamma)
         planned = self.planner.plan(
-            np.array([self.active[row].slot for row in rows]),
-            None if scores is None else scores[rows],
-            limits,
-            self._mean_context(count),
+            DraftedRequests(
+                rows=rows,
+                ids=np.array([self.active[row].id for row in rows]),
+                slots=np.array([self.active[row].slot for row in rows]),
+                drafted=drafted,
+                limits=most * drafted,
+                temperature=self.table.temperature[rows],
+                context_tokens=self._mean_context(rows),
+            ),
+            draft.output,
         )
         lengths[rows] = planned.lengths
         return planned, lengths

@@ -2,7 +2,7 @@
 """One request inside the engine: its tokens, text, randomness and counts. Cache rows live elsewhere."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class Sequence:
         self.request = request
         self.slot = -1  # while active: names the request for as long as it runs; rows move
         self.is_doubtful = False  # its next token was a near tie: one row alone decides it
+        self.reasons: Counter[str] = Counter()  # rounds by why so many drafts were verified
         self.prefilled = 0
         self.cached = 0  # prompt tokens that came from the prefix cache
         self.output: list[int] = []
@@ -125,6 +126,7 @@ class Sequence:
                 output_tokens=len(self.output),
                 accepted_lengths=tuple(self._accepted_lengths),
                 verification_lengths=tuple(self._verification_lengths),
+                reasons=dict(self.reasons),
                 seconds=self._last_token - self._submitted,
                 first_token_seconds=self._first_token - self._submitted,
                 decode_seconds=self._last_token - self._first_token,

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.errors import TableError
+from dspark_trt.runtime.estimator import draft_probabilities
 from dspark_trt.runtime.rounds import RoundReport
 from dspark_trt.runtime.traces import traces_from_arrays
 
@@ -62,18 +63,6 @@ class TraceRecorder:
     def _add(self, **columns: NDArray[np.generic]) -> None:
         for name, values in columns.items():
             self._columns.setdefault(name, []).append(values)
-
-
-def draft_probabilities(
-    logits: NDArray[np.float32], tokens: NDArray[np.int64], temperature: NDArray[np.float32]
-) -> tuple[Floats, Floats]:
-    """q(x_k) and max q, each `[R, K]`, from draft logits `[R, K, V]`; greedy requests count at temperature 1."""
-    heat = np.where(temperature > 0, temperature, 1)[:, None, None]
-    scaled = logits / heat
-    top = scaled.max(axis=-1)
-    total = np.exp(scaled - top[..., None]).sum(axis=-1)
-    chosen = np.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
-    return np.exp(chosen - top).astype(np.float64) / total, 1.0 / total.astype(np.float64)
 
 
 def _logit(probability: Floats) -> Floats:
