@@ -4,8 +4,8 @@
 """Top-k, top-p and min-p as ONNX functions, without sorting the vocabulary.
 
 Thresholds are read off the 1024 largest logits where these hold them, as they nearly always do. Otherwise
-they are searched by halving an interval of logits. A graph for TensorRT should not loop, so 32 halvings
-are a function of four that is called eight times.
+they are searched in 32 ever smaller steps. A graph for TensorRT should not loop, so these are a function
+of four that is called eight times.
 """
 
 from onnxscript import script
@@ -20,36 +20,43 @@ LOWEST = -3.4028234e38
 
 
 @script(dspark, default_opset=op)
-def Halve(scaled, weights, wanted, low, high):  # [T, V], [T, V], [T, 1], [T, 1], [T, 1]
-    """Halve [low, high] so that the tokens at or above low still weigh at least ``wanted``."""
-    middle = (low + high) * 0.5
+def Raise(
+    scaled, weights, wanted, low, step
+):  # [T, V], [T, V], [T, 1], [T, 1], [] -> [T, 1], []
+    """Raise low by step where the tokens at or above it still weigh at least ``wanted``; half the step.
+
+    One bound and a step, not two bounds: TensorRT-RTX's compiler takes exponential time over two that
+    depend on each other.
+    """
+    middle = low + step
     above = weights * op.Cast(
         scaled >= middle, to=FLOAT
     )  # onnxruntime's Where takes three times as long
     enough = op.ReduceSum(above, [1], keepdims=1) >= wanted
-    return op.Where(enough, middle, low), op.Where(enough, high, middle)
+    return op.Where(enough, middle, low), step * 0.5
 
 
 @script(dspark, default_opset=op)
-def Halve4(scaled, weights, wanted, low, high):
-    low1, high1 = Halve(scaled, weights, wanted, low, high)
-    low2, high2 = Halve(scaled, weights, wanted, low1, high1)
-    low3, high3 = Halve(scaled, weights, wanted, low2, high2)
-    low4, high4 = Halve(scaled, weights, wanted, low3, high3)
-    return low4, high4
+def Raise4(scaled, weights, wanted, low, step):
+    low1, step1 = Raise(scaled, weights, wanted, low, step)
+    low2, step2 = Raise(scaled, weights, wanted, low1, step1)
+    low3, step3 = Raise(scaled, weights, wanted, low2, step2)
+    low4, step4 = Raise(scaled, weights, wanted, low3, step3)
+    return low4, step4
 
 
 @script(dspark, default_opset=op)
 def Search(scaled, weights, wanted, top):  # [T, V], [T, V] or [1, 1], [T, 1], [T, 1] -> [T, 1]
     """The largest logit such that the tokens at or above it weigh at least ``wanted``, to 3e-8."""
-    low1, high1 = Halve4(scaled, weights, wanted, top - UNDERFLOW, top)
-    low2, high2 = Halve4(scaled, weights, wanted, low1, high1)
-    low3, high3 = Halve4(scaled, weights, wanted, low2, high2)
-    low4, high4 = Halve4(scaled, weights, wanted, low3, high3)
-    low5, high5 = Halve4(scaled, weights, wanted, low4, high4)
-    low6, high6 = Halve4(scaled, weights, wanted, low5, high5)
-    low7, high7 = Halve4(scaled, weights, wanted, low6, high6)
-    low8, _high8 = Halve4(scaled, weights, wanted, low7, high7)
+    half = op.CastLike(0.5 * UNDERFLOW, top)
+    low1, step1 = Raise4(scaled, weights, wanted, top - UNDERFLOW, half)
+    low2, step2 = Raise4(scaled, weights, wanted, low1, step1)
+    low3, step3 = Raise4(scaled, weights, wanted, low2, step2)
+    low4, step4 = Raise4(scaled, weights, wanted, low3, step3)
+    low5, step5 = Raise4(scaled, weights, wanted, low4, step4)
+    low6, step6 = Raise4(scaled, weights, wanted, low5, step5)
+    low7, step7 = Raise4(scaled, weights, wanted, low6, step6)
+    low8, _step8 = Raise4(scaled, weights, wanted, low7, step7)
     return low8
 
 

@@ -7,9 +7,8 @@ onnxruntime and TensorRT-RTX inline the bodies, so neither needs a custom librar
 loop and no data-dependent shape. Each function computes what `dspark_trt.plugins.specification` says; the
 bodies are not typed because their arguments are graph values (shapes: see the comments).
 
-In `torch.onnx.export(..., custom_translation_table=...)` a function object is used as it is (a translation
-that returns ``SampleDraft(logits, temperature, uniforms)``): the exporter writes the node and takes the
-bodies along. For a graph made otherwise, write the node and add `function_protos` to ``model.functions``.
+A graph that uses one holds the bare node and, in ``model.functions``, `verify_model.function_protos` of it.
+torch's exporter cannot be handed the function itself: it translates in opset 18 and converts afterwards.
 """
 
 from onnxscript import script

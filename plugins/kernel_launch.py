@@ -9,7 +9,7 @@ import torch
 
 from dspark_trt.errors import CapacityError, RequestError
 from dspark_trt.plugins.contract import VerifyMode, verify_bindings
-from dspark_trt.plugins.kernel_plan import COMPILE_OPTIONS, verify_plan
+from dspark_trt.plugins.kernel_plan import COMPILE_OPTIONS, DRAFT_STEP, Step, verify_plan
 
 Tensor = torch.Tensor
 
@@ -39,20 +39,36 @@ class Verifier:
             for name, buffer in self._plan.buffers.items()
         }
 
-    def __call__(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, *, drafts_summarised: bool = False, **inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Accepted int64 [B] and tokens int64 [B, K+1] for the inputs of `contract.verify_bindings`.
 
-        Logits may be float16, bfloat16 or float32. Raises `CapacityError` for more requests than there is
-        room for and `RequestError` for a tensor the kernels would misread.
+        Logits may be float16, bfloat16 or float32. ``drafts_summarised`` says that `summarise_drafts` has
+        run for these drafts. Raises `CapacityError` for more requests than there is room for and
+        `RequestError` for a tensor the kernels would misread.
         """
         batch = self._checked_batch(inputs)
+        skipped = DRAFT_STEP if drafts_summarised else ""
+        self._launch([step for step in self._plan.steps if step.name != skipped], batch, inputs)
+        return self._buffers["accepted"][:batch], self._buffers["tokens"][:batch]
+
+    def summarise_drafts(self, **inputs: Tensor) -> None:
+        """Read the draft logits as soon as they exist, so that verification reads each only where it must.
+
+        Takes what the step reads: draft_logits, offsets (of full blocks, where ℓ is not decided yet),
+        temperature and draft_temperature.
+        """
+        steps = [step for step in self._plan.steps if step.name == DRAFT_STEP]
+        self._launch(steps, len(inputs["draft_temperature"]), inputs)
+
+    def _launch(self, steps: list[Step], batch: int, inputs: dict[str, Tensor]) -> None:
         tensors = inputs | self._buffers
-        for step in self._plan.steps:
+        for step in steps:
             arguments = [tensors[name] for name in (*step.inputs, *step.outputs)]
             step.kernel[batch, *step.grid](
                 *arguments, **step.constants, num_warps=step.warps, **COMPILE_OPTIONS
             )
-        return self._buffers["accepted"][:batch], self._buffers["tokens"][:batch]
 
     def _checked_batch(self, inputs: dict[str, Tensor]) -> int:
         names = [binding.name for binding in self._bindings]

@@ -30,6 +30,8 @@ ROW_WARPS = 8  # threads of a row's chunk: 32 tokens each
 # No fused multiply-add: every implementation rounds alike.
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
+DRAFT_STEP = "DraftRows"
+
 ITEM_BYTES = {"float32": 4, "int32": 4, "int64": 8}
 
 _LAST_ROW = (
@@ -75,8 +77,8 @@ class VerifyPlan:
     def workspace_bytes(self, batch: int) -> int:
         """Device memory beside inputs and results.
 
-        A request takes 12·S bytes for each of its K + 1 target rows and K draft rows, S = ceil(V / 8192),
-        8 a block of 512 tokens, and 12·K + 48 for thresholds and state: nothing of size V a drafted token.
+        With S = ceil(V / 8192) chunks and N = ceil(V / 512) blocks a request takes
+        12·S·(K + 1) + 8·S·K + 8·N + 12·K + 48 bytes: nothing of size V for a drafted token.
         """
         between = (b for name, b in self.buffers.items() if name not in ("accepted", "tokens"))
         return batch * sum(buffer.bytes_a_request for buffer in between)
@@ -160,7 +162,7 @@ def verify_plan(mode: VerifyMode, *, gamma: int, vocab_size: int) -> VerifyPlan:
                 2 * ROW_WARPS,
             ),
             Step(
-                "DraftRows",
+                DRAFT_STEP,
                 draft_kernel,
                 ("draft_logits", "offsets", "temperature", "draft_temperature"),
                 ("draft_top", "draft_sum"),

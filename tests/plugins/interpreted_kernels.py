@@ -64,6 +64,23 @@ def test_a_real_vocabulary_that_is_a_multiple_of_nothing(mode: VerifyMode) -> No
     assert same(run_kernels(mode, batch), run_specification(mode, batch))
 
 
+def test_drafts_summarised_before_their_lengths_are_decided() -> None:
+    batch = ragged_batch(
+        np.random.default_rng(8), requests=3, gamma=2, vocab_size=90, greedy=0.0
+    )
+    inputs = inputs_of(VerifyMode.REJECTION, batch)
+    tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in inputs.items()}
+    verifier = Verifier(
+        VerifyMode.REJECTION, gamma=2, vocab_size=90, max_batch=3, device=DEVICE
+    )
+    names = ("draft_logits", "temperature", "draft_temperature")
+    full = torch.arange(0, 12, 3, device=DEVICE)
+    verifier.summarise_drafts(offsets=full, **{name: tensors[name] for name in names})
+    result = verifier(drafts_summarised=True, **tensors)
+    expected = run_specification(VerifyMode.REJECTION, batch)
+    assert same(Verified(*(tensor.cpu().numpy() for tensor in result)), expected)
+
+
 def test_a_tensor_the_kernels_would_misread_is_refused() -> None:
     batch = ragged_batch(np.random.default_rng(0), requests=2, gamma=2, vocab_size=40)
     inputs = inputs_of(VerifyMode.COUPLED, batch)
