@@ -24,7 +24,7 @@ COST_TABLE = "sps.json"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"
 FUSED_TARGET = "target_verify"  # optional graph: the target with verification behind its logits
-MOST_TOP_LOGPROBS = 20  # alternatives that `verify_processed.onnx` returns, as OpenAI's API allows
+MOST_TOP_LOGPROBS = 20  # alternatives of `verify_processed.onnx`; OpenAI's API allows as many
 _MUTABLE = frozenset({MANIFEST, CALIBRATION, COST_TABLE, ENGINES})
 
 

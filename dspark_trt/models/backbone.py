@@ -68,7 +68,6 @@ class DraftAttention(nn.Module):
         key_cache: Tensor,
         value_cache: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (self.decoder.num_heads, self.decoder.head_dim)
         queries = self._heads(self.q_proj(block))
         if self.decoder.qk_norm:
             queries = self.q_norm(queries)
