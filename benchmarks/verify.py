@@ -155,9 +155,9 @@ def bench_gpu(gamma: int, vocab_size: int, repeats: int) -> dict[str, Any]:
         )
         names = ("draft_logits", "offsets", "temperature", "draft_temperature")
         read = {name: inputs[name] for name in names}
-        drafts_us = captured_us(lambda v=verifier, r=read: v.summarise_drafts(**r), repeats)
+        drafts_us = captured_us(lambda v=verifier, r=read: v.summarise_drafts(r), repeats)
         verify_us = captured_us(
-            lambda v=verifier, x=inputs: v(drafts_summarised=True, **x), repeats
+            lambda v=verifier, x=inputs: v(x, drafts_summarised=True), repeats
         )
         target_bytes = inputs["target_logits"].numel() * 2
         report[f"batch {batch}"] = {

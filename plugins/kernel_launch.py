@@ -40,7 +40,7 @@ class Verifier:
         }
 
     def __call__(
-        self, *, drafts_summarised: bool = False, **inputs: Tensor
+        self, inputs: dict[str, Tensor], *, drafts_summarised: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Accepted int64 [B] and tokens int64 [B, K+1] for the inputs of `contract.verify_bindings`.
 
@@ -53,7 +53,7 @@ class Verifier:
         self._launch([step for step in self._plan.steps if step.name != skipped], batch, inputs)
         return self._buffers["accepted"][:batch], self._buffers["tokens"][:batch]
 
-    def summarise_drafts(self, **inputs: Tensor) -> None:
+    def summarise_drafts(self, inputs: dict[str, Tensor]) -> None:
         """Read the draft logits as soon as they exist, so that verification reads each only where it must.
 
         Takes what the step reads: draft_logits, offsets (of full blocks, where ℓ is not decided yet),

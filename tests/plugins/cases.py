@@ -40,11 +40,10 @@ def run_onnx(mode: VerifyMode, batch: Batch) -> specification.Verified:
 
 
 def run_specification(mode: VerifyMode, batch: Batch) -> specification.Verified:
-    verify = {
-        VerifyMode.REJECTION: specification.verify_rejection,
-        VerifyMode.COUPLED: specification.verify_coupled,
-    }[mode]
-    return verify(**inputs_of(mode, batch))
+    inputs = inputs_of(mode, batch)
+    if mode is VerifyMode.COUPLED:
+        return specification.verify_coupled(**inputs)
+    return specification.verify_rejection(**inputs)
 
 
 def inputs_of(mode: VerifyMode, batch: Batch) -> Batch:

@@ -61,7 +61,7 @@ def sequence_law(chain: Chain, p: Floats, length: int) -> Floats:
     reached = _start(chain)
     for _ in range(length):
         reached = np.einsum("ns,gst->ngt", reached, moves).reshape(-1, reached.shape[1])
-    return reached.sum(axis=1)
+    return np.asarray(reached.sum(axis=1))
 
 
 def block_law(chain: Chain, p: Floats, q: Floats, gamma: int) -> list[Floats]:

@@ -36,7 +36,7 @@ def run_kernels(mode: VerifyMode, batch: Batch, dtype: torch.dtype = torch.float
     for name in ("target_logits", "draft_logits"):
         if name in tensors:
             tensors[name] = tensors[name].to(dtype)
-    return Verified(*(tensor.cpu().numpy() for tensor in verifier(**tensors)))
+    return Verified(*(tensor.cpu().numpy() for tensor in verifier(tensors)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -75,8 +75,8 @@ def test_drafts_summarised_before_their_lengths_are_decided() -> None:
     )
     names = ("draft_logits", "temperature", "draft_temperature")
     full = torch.arange(0, 12, 3, device=DEVICE)
-    verifier.summarise_drafts(offsets=full, **{name: tensors[name] for name in names})
-    result = verifier(drafts_summarised=True, **tensors)
+    verifier.summarise_drafts({"offsets": full} | {name: tensors[name] for name in names})
+    result = verifier(tensors, drafts_summarised=True)
     expected = run_specification(VerifyMode.REJECTION, batch)
     assert same(Verified(*(tensor.cpu().numpy() for tensor in result)), expected)
 
@@ -87,7 +87,7 @@ def test_a_tensor_the_kernels_would_misread_is_refused() -> None:
     tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in inputs.items()}
     verifier = Verifier(VerifyMode.COUPLED, gamma=2, vocab_size=40, max_batch=1, device=DEVICE)
     with pytest.raises(CapacityError, match="2 requests, but there is room for 1"):
-        verifier(**tensors)
+        verifier(tensors)
     verifier = Verifier(VerifyMode.COUPLED, gamma=2, vocab_size=40, max_batch=2, device=DEVICE)
     strided = torch.stack([tensors["target_logits"]] * 2, dim=-1)[..., 0]
     for name, value in {
@@ -96,6 +96,6 @@ def test_a_tensor_the_kernels_would_misread_is_refused() -> None:
         "seeds": tensors["seeds"][:1],
     }.items():
         with pytest.raises(RequestError, match=f"{name} is .*the kernels read contiguous"):
-            verifier(**(tensors | {name: value}))
+            verifier(tensors | {name: value})
     with pytest.raises(RequestError, match=r"verification takes target_logits.*positions; got"):
-        verifier(**{name: tensors[name] for name in ("target_logits", "offsets")})
+        verifier({name: tensors[name] for name in ("target_logits", "offsets")})

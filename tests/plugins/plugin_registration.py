@@ -75,9 +75,9 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     names = register_plugins(CAPABILITY)
     library = sys.modules["tensorrt_bindings.plugin._lib"]
     expressions = sys.modules["tensorrt_bindings.plugin._tensor"]
-    expressions.SymIntExpr._exprBuilder = ConstantBuilder()  # type: ignore[attr-defined]
-    yield {"trt": trt, "trtp": trtp, "names": names, "known": library.QDP_REGISTRY}  # type: ignore[attr-defined]
-    expressions.SymIntExpr._exprBuilder = None  # type: ignore[attr-defined]
+    expressions.SymIntExpr._exprBuilder = ConstantBuilder()
+    yield {"trt": trt, "trtp": trtp, "names": names, "known": library.QDP_REGISTRY}
+    expressions.SymIntExpr._exprBuilder = None
 
 
 def descriptors(

@@ -69,7 +69,8 @@ def _processed(chain: Chain, state: int, sampling: Sampling) -> NDArray[np.float
     one = {name: np.asarray(value)[None] for name, value in sampling.processors.items()}
     one["allowed"] = np.tile(one["allowed"], (len(rows), 1))
     drafts = np.array([[*prefix, 0]])
-    return process_logits(rows, np.array([0, len(rows)]), drafts, Processors(**one))[-1]
+    processed = process_logits(rows, np.array([0, len(rows)]), drafts, Processors(**one))
+    return np.asarray(processed[-1])
 
 
 def draft_law(chain: Chain, sampling: Sampling) -> NDArray[np.float64]:

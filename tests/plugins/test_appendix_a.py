@@ -29,7 +29,7 @@ def at_random(drafts: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np
 
 def looks_ahead(drafts: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.bool_]:
     """The forbidden one: drop the draft that would likely be rejected."""
-    return drafts == 0
+    return np.asarray(drafts == 0)
 
 
 def share_of_first_token(mode: VerifyMode, schedule: Schedule) -> float:

@@ -19,7 +19,14 @@ from dspark_trt.errors import ExportError
 from dspark_trt.plugins.attach import attach_to_file, attach_verify
 from dspark_trt.plugins.contract import VerifyMode
 from dspark_trt.plugins.specification import Verified, verify_coupled, verify_rejection
-from tests.plugins.cases import Batch, inputs_of, ragged_batch, same, session_of
+from tests.plugins.cases import (
+    Batch,
+    inputs_of,
+    ragged_batch,
+    run_specification,
+    same,
+    session_of,
+)
 
 VOCAB, HIDDEN, GAMMA = 61, 16, 3
 
@@ -34,7 +41,8 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return 4 * self.head(self.rnn(self.embed(input_ids))[0])
+        logits: torch.Tensor = self.head(self.rnn(self.embed(input_ids))[0])
+        return 4 * logits
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +131,7 @@ def test_padded_logits_of_another_exporter(
             r, anchors[r] + 1 : anchors[r] + lengths[r] + 1
         ]
     inputs = inputs_of(mode, batch)
-    verify = {VerifyMode.REJECTION: verify_rejection, VerifyMode.COUPLED: verify_coupled}[mode]
-    expected = verify(**inputs)
+    expected = run_specification(mode, batch)
     for name in ("target_logits", "offsets"):
         del inputs[name]
     attached = attach_verify(padded_model, mode=mode, gamma=GAMMA, keep_logits=True)

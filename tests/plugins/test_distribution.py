@@ -41,7 +41,8 @@ def theirs(
 ) -> NDArray[np.float32]:
     scores = torch.from_numpy(logits)[None].clone()
     scores = LogitsProcessorList(processors)(torch.tensor([ids or [0]]), scores)
-    return scores.softmax(-1)[0].numpy()
+    p: NDArray[np.float32] = scores.softmax(-1)[0].numpy()
+    return p
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -2,6 +2,7 @@
 """Chi-square tests: what verification commits is distributed exactly as the target's own samples."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ FILTERS = {
     "min-p": Sampling(min_p=0.2),
     "all": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, draft_temperature=1.2),
 }
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "logit_bias": np.zeros(5, np.float32),
     "repetition_penalty": np.float32(1),
     "presence_penalty": np.float32(0),
@@ -44,7 +45,7 @@ NEUTRAL = {
     "output_counts": np.zeros(5, np.int32),
     "allowed": np.ones(5, bool),
 }
-PROCESSORS = {
+PROCESSORS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": np.array([1.5, 0, -2, 0, 0.5], np.float32)},
     "repetition": {
         "repetition_penalty": np.float32(1.8),

@@ -97,7 +97,10 @@ def test_tensorrt_rtx_inlines_the_functions_and_builds_an_engine(name: str) -> N
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
     extents = {"batch": (1, 4, 8), "offsets": (2, 5, 9), "rows": (1, 20, 64)}
     for binding in verify_bindings(gamma=7, vocab_size=151_936, **VARIANTS[name]).inputs:
-        shapes = zip(*(extents.get(d, (d,) * 3) for d in binding.shape), strict=True)  # type: ignore[call-overload]
+        shapes = zip(
+            *((d,) * 3 if isinstance(d, int) else extents[d] for d in binding.shape),
+            strict=True,
+        )
         profile.set_shape(binding.name, *shapes)
     config.add_optimization_profile(profile)
     engine = builder.build_serialized_network(network, config)
