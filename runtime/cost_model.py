@@ -7,6 +7,7 @@ Two descriptions of a machine answer: ``CostTable``, the paper's SPS(B) by token
 
 import json
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -105,9 +106,8 @@ class CostModel(ABC):
 
 def bucket_of(edges: tuple[int, ...], context_tokens: float | None) -> int:
     """Index of the context bucket: the first whose upper edge is not below; the last beyond or for None."""
-    if context_tokens is None or not edges:
-        return max(len(edges) - 1, 0)
-    return min(int(np.searchsorted(edges, context_tokens)), len(edges) - 1)
+    last = max(len(edges) - 1, 0)
+    return last if context_tokens is None else min(bisect_left(edges, context_tokens), last)
 
 
 def read_only(values: NDArray[Any]) -> NDArray[Any]:

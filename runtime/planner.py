@@ -5,13 +5,13 @@ Schedulers are pure; this is where their past lives: the bypass accounts, each r
 from its earlier rounds, and the confidences of two rounds ago. Slots name requests for as long as they
 run, ids for ever.
 
-A round may take a millisecond, and learning from it a third of one. So rounds are learned from together:
-each round while the drafter is unknown, later once ``_TOGETHER`` outcomes have come in.
+A round may take a millisecond, and learning from it a tenth of one. So rounds are learned from one by one
+while it is unknown whether drafting pays, and some together afterwards.
 
 Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ drafted tokens, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BYPASSED = "drafting does not pay: bypassed"
-_TOGETHER = 16  # outcomes, requests times rounds
-_FIXED_TOGETHER = 256  # only drift learns from fixed lengths, and it is read by people
+_TOGETHER = 4  # rounds, and four times as many outcomes (requests times rounds)
+_FIXED_TOGETHER = 64  # only drift learns from fixed lengths, and it is read by people
 
 
 class DraftedRequests(NamedTuple):
@@ -97,6 +97,7 @@ class Planner:
         self._is_settled = self._bypass is None  # nothing is to be found out soon
         # With a fixed length nothing is asked of confidences: their cost is saved.
         self._is_fixed = isinstance(scheduler, Fixed) and scheduler.max_tokens_per_step is None
+        self._patience = _FIXED_TOGETHER if self._is_fixed and not bypass else _TOGETHER
 
     @property
     def gamma(self) -> int:
@@ -128,11 +129,12 @@ class Planner:
 
     def drafting(self, slots: Ints) -> Bools:  # [R] -> [R]
         """Whose drafting may pay this round."""
-        if not np.array_equal(self._slots, slots):
+        if slots.tobytes() != self._slots.tobytes():
             self._learn()
             self._account_for_rest()
             self._slots, self._rest = slots, 0
-        if self._bypass is None:
+            self._is_settled = self._bypass is None
+        if self._is_settled or self._bypass is None:
             return np.ones(len(slots), np.bool_)
         if self._rest == 0:
             self._account_for_rest()
@@ -145,7 +147,7 @@ class Planner:
 
     def plan(self, requests: DraftedRequests, draft: DraftOutput) -> PlannedRound:
         """Lengths of the requests, at most their limits."""
-        own = requests.rows[requests.drafted]
+        own = _of(requests.rows, requests.drafted)
         if self._is_fixed:
             assert isinstance(self.scheduler, Fixed)
             scores = draft.confidence_logits
@@ -155,7 +157,7 @@ class Planner:
                 None,
                 None if scores is None else scores[own],
             )
-        slots = requests.slots[requests.drafted]
+        slots = _of(requests.slots, requests.drafted)
         logits = self._confidence_logits(draft, own, requests)
         confidence = corrected_confidence(self.calibration, logits, self._offsets, slots)
         return self._planned(requests, confidence)
@@ -166,13 +168,13 @@ class Planner:
         """The head's, or the estimator's from the drafter's own probabilities, [D, K]."""
         if draft.confidence_logits is not None:
             return draft.confidence_logits[rows]
-        heat = requests.temperature[requests.drafted]
+        heat = _of(requests.temperature, requests.drafted)
         return self._estimator.logits(
             *draft_probabilities(draft.logits[rows], draft.tokens[rows], heat)
         )
 
     def _planned(self, requests: DraftedRequests, confidence: Floats) -> PlannedRound:
-        ids, limits = requests.ids[requests.drafted], requests.limits
+        ids, limits = _of(requests.ids, requests.drafted), requests.limits
         context = requests.context_tokens
         everyone = self._for_all(confidence, requests.drafted)
         if isinstance(self.scheduler, Asynchronous):
@@ -205,13 +207,11 @@ class Planner:
     ) -> None:
         """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
         self._unlearned.append(_Outcome(planned, drafted, lengths, accepted, context_tokens))
-        if len(self._unlearned) * drafted.size >= self._patience():
+        rounds = len(self._unlearned)
+        if not self._is_settled or (
+            rounds >= self._patience and rounds * drafted.size >= 4 * self._patience
+        ):
             self._learn()
-
-    def _patience(self) -> int:
-        if self._is_fixed and self._bypass is None:
-            return _FIXED_TOGETHER
-        return _TOGETHER if self._is_settled else 1
 
     def _learn(self) -> None:
         if not self._unlearned:
@@ -265,3 +265,8 @@ class Planner:
         if self._bypass is not None and self._rested:
             self._accounts = self._bypass.rested(self._accounts, self._slots, self._rested)
             self._rested = 0
+
+
+def _of(values: NDArray[Any], drafted: Bools) -> NDArray[Any]:
+    """``values[drafted]``; nearly always, and for less, the values themselves."""
+    return values if drafted.all() else values[drafted]

@@ -47,7 +47,7 @@ class RoundCosts(CostModel):
     flaw: str | None
     pays_longest: bool
     sees_context: bool
-    _curves: dict[tuple[int, int, int | None], Floats] = field(repr=False)
+    _curves: dict[tuple[int, int, int, int | None], Floats] = field(repr=False)
 
     def __init__(
         self,
@@ -107,22 +107,21 @@ class RoundCosts(CostModel):
     ) -> Floats:
         """As ``CostModel`` says; without ``requests`` every token is one request's."""
         running = requests or first
-        curve = self._curve(running, bucket_of(self.context_tokens, context_tokens), longest)
+        key = (running, drafting, bucket_of(self.context_tokens, context_tokens), longest)
+        curve = self._curves.get(key)
+        if curve is None:
+            curve = self._curves[key] = read_only(self._curve(*key))
         known = curve[first - running : last - running + 1]
         beyond = last - running - curve.size + 1
         if beyond > 0:  # more than γ drafts a request were never measured: go on as steeply
             slope = curve[-1] - curve[-2]
-            known = np.append(known, curve[-1] + slope * np.arange(1, beyond + 1))[
-                first - last - 1 :
-            ]
-        return np.asarray(known + self.draft_cost(drafting, context_tokens))
+            known = np.append(known, curve[-1] + slope * np.arange(1, beyond + 1))
+        return known[first - last - 1 :]
 
     def draft_cost(self, drafting: int, context_tokens: float | None = None) -> float:
         """Linear between measured request counts."""
-        if not drafting:
-            return 0.0
         bucket = bucket_of(self.context_tokens, context_tokens)
-        return float(self._at_requests(self.draft_seconds[bucket], drafting))
+        return float(self._at_requests(self.draft_seconds[bucket], drafting)) * (drafting > 0)
 
     def padded_to(self, tokens: int) -> int:
         """``tokens`` themselves: no size is padded."""
@@ -140,22 +139,18 @@ class RoundCosts(CostModel):
             origin=self.origin,
         )
 
-    def _curve(self, requests: int, bucket: int, longest: int | None) -> Floats:
-        """Step seconds by V, [R·γ + 1]."""
-        key = (requests, bucket, longest)
-        if key not in self._curves:
-            self._curves[key] = read_only(self._new_curve(*key))
-        return self._curves[key]
-
-    def _new_curve(self, requests: int, bucket: int, longest: int | None) -> Floats:
+    def _curve(self, requests: int, drafting: int, bucket: int, longest: int | None) -> Floats:
+        """Seconds of a round by V, [R·γ + 1]."""
         measured = self._at_requests(self.step_seconds[bucket], requests)
         drafts = np.arange(requests * self.gamma + 1)
-        even = np.interp(drafts / requests, self.lengths, measured)
-        if longest is None:
-            return np.asarray(even)
-        full = np.interp(longest, self.lengths, measured)
-        row = self._at_requests(self.row_seconds[bucket], requests)
-        return np.maximum(even, full - row * (requests * longest - drafts))
+        step = np.interp(drafts / requests, self.lengths, measured)
+        if longest is not None:
+            full = np.interp(longest, self.lengths, measured)
+            row = self._at_requests(self.row_seconds[bucket], requests)
+            step = np.maximum(step, full - row * (requests * longest - drafts))
+        if drafting:
+            step = step + self._at_requests(self.draft_seconds[bucket], drafting)
+        return np.asarray(step)
 
     def _at_requests(self, values: Floats, requests: int) -> Floats:  # [m, ..] -> [..]
         """Linear between measured request counts, and on as the last two go."""
