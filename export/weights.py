@@ -13,6 +13,7 @@ from typing import BinaryIO
 import onnx_ir as ir
 import torch
 
+from dspark_trt.errors import ExportError
 from dspark_trt.export.passes import TRANSPOSED_SUFFIX
 from dspark_trt.models.loading import ParameterSource
 
@@ -38,7 +39,11 @@ class WeightFile:
         self._by_content: dict[str, tuple[int, int]] = {}
 
     def attach(self, model: ir.Model, sources: Mapping[str, ParameterSource]) -> None:
-        """Give every parameter of `model` its stored tensor."""
+        """Give every parameter of `model` its stored tensor.
+
+        Raises:
+            ExportError: a weight is not finite, or has no place in the precision asked for.
+        """
         for name, value in model.graph.initializers.items():
             transposed = name.endswith(TRANSPOSED_SUFFIX)
             source = sources.get(name.removesuffix(TRANSPOSED_SUFFIX))
@@ -51,7 +56,9 @@ class WeightFile:
     ) -> ir.TensorProtocol:
         key = (source, transposed)
         if key not in self._by_source:
-            self._by_source[key] = self._write(name, source.load(transposed=transposed))
+            tensor = source.load(transposed=transposed)
+            _check_finite(name, tensor)
+            self._by_source[key] = self._write(name, tensor)
         return self._by_source[key]
 
     def _write(self, name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
@@ -80,4 +87,14 @@ class WeightFile:
             shape=shape,
             name=name,
             metadata_props=metadata,
+        )
+
+
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
+    low, high = torch.aminmax(tensor)
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        precision = str(tensor.dtype).removeprefix("torch.")
+        raise ExportError(
+            f"{name} holds values that are not finite in {precision}. Export with --dtype bfloat16 or "
+            "float32; if they are not finite there either, the checkpoint is damaged."
         )

@@ -19,18 +19,20 @@ from dspark_trt.bindings import GraphBindings
 from dspark_trt.bundle import Bundle
 from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.config import ConfidenceInput, HeadType
+from dspark_trt.errors import ExportError
 from dspark_trt.export.functions import add_dspark_functions
-from dspark_trt.export.graphs import draft_graphs
+from dspark_trt.export.graphs import TORCH_DTYPES, draft_graphs
 from dspark_trt.export.onnx_from_module import onnx_from_module
 from dspark_trt.export.passes import drop_unused_outputs, fold_weight_transposes
 from dspark_trt.export.weights import WeightFile
 from dspark_trt.models.loading import (
     ParameterSource,
     load_drafter,
+    load_target,
     parameter_sources,
     target_skeleton,
 )
-from tests.checkpoints import edit_tensors, write_draft, write_target
+from tests.checkpoints import Weights, edit_tensors, write_draft, write_target
 from tests.export.conftest import RECIPES, Toy, ToyBundle
 from tests.export.toys import CAPACITY, empty_caches, make_sums_visible, ragged_inputs
 
@@ -282,6 +284,48 @@ def test_target_graph_taps_the_outputs_of_the_named_layers(
     embedded = checkpoint.tensors["embed_tokens.weight"].load().numpy()[inputs["token_ids"]]
     expected = [embedded + sum(2.0**layer for layer in range(i + 1)) for i in ids]
     np.testing.assert_array_equal(taps, np.concatenate(expected, -1))
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(1e5, "float16"), (float("nan"), "float32")])
+def test_weights_without_place_in_the_precision_are_refused(
+    toy_bundle: ToyBundle, tmp_path: Path, value: float, dtype: str
+) -> None:
+    """Silent infinities would come out as drafts that nobody accepts."""
+    recipe = RECIPES["no-head-bfloat16"].draft
+
+    def enlarge(weights: Weights) -> None:
+        weights["layers.0.mlp.up_proj.weight"][3, 5] = value
+
+    edit_tensors(write_draft(tmp_path / "draft", **recipe), enlarge)
+    checkpoint = read_draft(tmp_path / "draft")
+    module = load_drafter(checkpoint)
+    sources = parameter_sources(module, checkpoint.tensors, TORCH_DTYPES[dtype])
+    model = ir.load(toy_bundle("no-head-bfloat16").bundle.graph_path("draft"))
+    with pytest.raises(
+        ExportError, match=rf"gate_up_proj.*not finite in {dtype}. Export with --dtype"
+    ):
+        save(model, sources, tmp_path)
+
+
+def test_every_dynamic_size_may_be_one(toy_bundle: ToyBundle) -> None:
+    """Export traces sizes above one; none may be baked in. No row need ask for logits either."""
+    toy = toy_bundle("gated-in-place-llama-yarn")
+    assert toy.target is not None
+    module = load_target(toy.target, toy.bundle.draft.target_layer_ids)
+    path = toy.bundle.graph_path("target")
+    names = ("token_ids", "positions", "pad_index", "unpad_index", "logit_rows", "context_len")
+    past = bindings.cache_bindings(toy.target.config.decoder, "float32", "past")
+    caches = empty_caches(toy.target.config.decoder, 1)
+    ones = ragged_inputs([[9]])
+    for rows in (ones[4], torch.zeros(0, dtype=torch.int64)):
+        tensors = (*ones[:4], rows, ones[5])
+        inputs = dict(zip(names, (t.numpy() for t in tensors), strict=True))
+        inputs |= {b.name: cache.numpy() for b, cache in zip(past, caches, strict=True)}
+        outputs = run(path, inputs)
+        with torch.inference_mode():
+            logits, taps, *_ = module(*tensors, *(cache.clone() for cache in caches))
+        np.testing.assert_allclose(outputs["logits"], logits.numpy(), atol=1e-5)
+        np.testing.assert_allclose(outputs["taps"], taps.numpy(), atol=1e-5)
 
 
 def save(model: ir.Model, sources: dict[str, ParameterSource], folder: Path) -> Path:
