@@ -10,7 +10,7 @@ from onnxscript import script
 from onnxscript.onnx_opset import opset24 as op
 
 from dspark_trt.plugins.distribution import GREEDY_BELOW
-from dspark_trt.plugins.filter_functions import Thresholds
+from dspark_trt.plugins.filter_functions import RowThresholds
 from dspark_trt.plugins.functions import (
     FLOAT,
     BestTokens,
@@ -110,7 +110,7 @@ def OwnTokens(target_logits, offsets, temperature, top_k, top_p, min_p, seeds, p
     scores = GumbelScores(
         scaled, op.Gather(seeds, request), op.Gather(positions, request) + place
     )
-    threshold = Thresholds(
+    threshold = RowThresholds(
         scaled,
         op.Softmax(scaled, axis=1),
         op.Gather(top_k, request),

@@ -110,7 +110,9 @@ def IsLimited(top_k, top_p, min_p):  # 3 of [B] -> bool []
 
 
 @script(dspark, default_opset=op)
-def Thresholds(scaled, p, top_k, top_p, min_p):  # [T, V], [T, V], int64 [T], [T], [T] -> [T, 1]
+def RowThresholds(
+    scaled, p, top_k, top_p, min_p
+):  # [T, V], [T, V], int64 [T], [T], [T] -> [T, 1]
     """What a scaled logit must reach not to be dropped by top-k, top-p or min-p.
 
     Branches follow one another: TensorRT-RTX 1.7 cannot build one inside another with dynamic shapes.
@@ -140,5 +142,5 @@ def FilterDraft(logits, temperature, top_k, top_p, min_p):  # [B, V], 4 of [B] -
     """
     divisor = op.Where(temperature < GREEDY_BELOW, 1.0, temperature)
     scaled = logits / op.Unsqueeze(divisor, [1])
-    threshold = Thresholds(scaled, op.Softmax(scaled, axis=1), top_k, top_p, min_p)
+    threshold = RowThresholds(scaled, op.Softmax(scaled, axis=1), top_k, top_p, min_p)
     return op.Where(scaled < threshold, op.Constant(value_float=float("-inf")), logits)

@@ -7,7 +7,7 @@ from onnxscript import script
 from onnxscript.onnx_opset import opset24 as op
 
 from dspark_trt.plugins.distribution import GREEDY_BELOW
-from dspark_trt.plugins.filter_functions import IsLimited, Thresholds
+from dspark_trt.plugins.filter_functions import IsLimited, RowThresholds
 from dspark_trt.plugins.functions import (
     FLOAT,
     INT64,
@@ -81,7 +81,7 @@ def VerifyRejection(
     scaled = target_logits / op.Unsqueeze(op.Where(row_greedy, 1.0, row_temperature), [1])
     p = op.Softmax(scaled, axis=1)
     limited = IsLimited(top_k, top_p, min_p)
-    threshold = Thresholds(
+    threshold = RowThresholds(
         scaled,
         p,
         op.Gather(top_k, request),

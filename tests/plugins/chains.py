@@ -9,6 +9,7 @@ Legend: S states, V vocabulary, G groups of tokens (for V = 64 outcomes are coun
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,15 @@ class Chain:
     step: NDArray[np.int64]  # [S, V]
     group: NDArray[np.int64]  # [V] -> G
     prefix: tuple[tuple[int, ...], ...]  # [S], for a chain of prefixes
+
+    @cached_property
+    def counts(self) -> NDArray[np.int32]:
+        """[S, V]: how often each token occurs in a state's prefix."""
+        rows = [
+            np.bincount(np.array(prefix, int), minlength=self.target.shape[1])
+            for prefix in self.prefix
+        ]
+        return np.stack(rows).astype(np.int32)
 
     @property
     def groups(self) -> int:

@@ -176,6 +176,7 @@ class Round:
             for name, value in self.sampling.processors.items()
         }
         if processors:
+            processors["output_counts"] += self.chain.counts[self.states]
             processors["allowed"] = np.repeat(processors["allowed"], GAMMA + 1, axis=0)
         feed = {
             "target_logits": self.chain.target[path.reshape(-1)],
