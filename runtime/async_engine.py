@@ -72,9 +72,13 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
+        def finish() -> None:
+            if not done.done():  # cancelled in the meantime
+                done.set_result(None)
+
         def deliver(event: TokenEvent) -> None:
             if event.finish_reason is not None:
-                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+                loop.call_soon_threadsafe(finish)
 
         request_id = await asyncio.to_thread(self._submit, request, deliver)
         try:
@@ -92,7 +96,12 @@ class AsyncEngine:
             TimeoutError: not finished after `timeout_s`; the request is aborted.
         """
         done = threading.Event()
-        request_id = self._submit(request, lambda event: event.finish_reason and done.set())
+
+        def deliver(event: TokenEvent) -> None:
+            if event.finish_reason is not None:
+                done.set()
+
+        request_id = self._submit(request, deliver)
         try:
             if not done.wait(timeout_s):
                 raise TimeoutError(f"request {request_id} is not finished after {timeout_s} s")

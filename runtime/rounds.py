@@ -28,7 +28,7 @@ from dspark_trt.runtime.backends.interface import (
     VerifyInputs,
 )
 from dspark_trt.runtime.drafter_window import DrafterWindow
-from dspark_trt.runtime.planner import BYPASSED, DraftedRequests, PlannedRound, Planner
+from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
 from dspark_trt.runtime.rows import ProcessorTable, RowTable
@@ -68,6 +68,7 @@ class RoundReport:
     draft: DraftOutput | None  # of the first rows; valid until the next round
     temperature: Floats  # [B]
     planned: PlannedRound | None
+    undrafted_reason: str  # why requests that may draft did not
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -226,11 +227,12 @@ class Rounds:
             drafted=drafted,
             lengths=lengths,
             accepted=accepted,
-            committed=np.array(committed) - before,
+            committed=np.array(committed, np.int64) - np.array(before, np.int64),
             target_rows=len(rows.token_ids),
             draft=None if draft is None else draft.output,
             temperature=self.table.temperature[:count],
             planned=planned,
+            undrafted_reason=self.planner.undrafted_reason,
             seconds=stages.seconds,
         )
 
@@ -240,10 +242,11 @@ class Rounds:
     def _count_reasons(
         self, decoding: Bools, drafted: Bools, planned: PlannedRound | None
     ) -> None:
-        reason = BYPASSED if planned is None else planned.reason
+        undrafted = self.planner.undrafted_reason
+        reason = undrafted if planned is None else planned.reason
         for sequence, decodes, drafts in zip(self.active, decoding, drafted, strict=False):
             if decodes and sequence.request.speculate:
-                sequence.reasons[reason if drafts else BYPASSED] += 1
+                sequence.reasons[reason if drafts else undrafted] += 1
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Near ties are looked for in raw logits: strict engines do not draft where others count."""

@@ -26,8 +26,10 @@ class Proposal(NamedTuple):
     tokens: Ints  # [R, γ]
     logits: Floats  # [R, γ, V]: after the sequential head, before temperature
     confidence_logits: Floats | None  # [R, γ]; None: the drafter has no confidence head
-    confidence: Floats | None  # [R, γ]: calibrated P(x_k accepted | x_<k accepted)
-    survival: Floats | None  # [R, γ]: P(first k all accepted), their cumulative product
+    confidence: NDArray[np.float64] | None  # [R, γ]: calibrated P(x_k accepted | x_<k accepted)
+    survival: (
+        NDArray[np.float64] | None
+    )  # [R, γ]: P(first k all accepted), their cumulative product
 
 
 class DraftSession:

@@ -173,8 +173,8 @@ class OrtDraftModel:
         batch = len(inputs.anchor_ids)
         self.reserve(int((inputs.context_len + inputs.new_len).max()))
         self._cached.bind(self._draft, slice(0, batch))
-        for name, value in zip(DraftInputs._fields, inputs, strict=True):
-            self._draft.feed(name, value)
+        for name in DraftInputs._fields:
+            self._draft.feed(name, getattr(inputs, name))
         outputs = {name: array[:batch] for name, array in self._outputs.items()}
         self._draft.run(outputs)
         return DraftOutput(
@@ -233,9 +233,8 @@ class OrtTargetModel:
         self._cached.caches.arrays.clear()
 
 
-_SAMPLING = (
-    "offsets", "draft_tokens", "temperature", "top_k", "top_p", "min_p", "uniforms",
-)  # fmt: skip
+_GREEDY: tuple[str, ...] = ("offsets", "draft_tokens")
+_SAMPLING = (*_GREEDY, "temperature", "top_k", "top_p", "min_p", "uniforms")
 
 
 class OrtVerifier:
@@ -258,15 +257,15 @@ class OrtVerifier:
             "accepted": outputs["accepted"],
             "tokens": outputs["tokens"],
         }
-        graph, small = self._greedy, ("offsets", "draft_tokens")
+        graph, small = self._sampled, _SAMPLING
         if inputs.processors is not None:
-            graph, small = self._load_processed(), _SAMPLING
+            graph = self._load_processed()
             tensors |= outputs | inputs.processors._asdict()
-        elif inputs.temperature.any():
-            graph, small = self._sampled, _SAMPLING
+        elif not inputs.temperature.any():
+            graph, small = self._greedy, _GREEDY
         for name in small:
             graph.feed(name, getattr(inputs, name))
-        if small is _SAMPLING:
+        if graph is not self._greedy:
             graph.feed("draft_temperature", inputs.temperature)
             tensors["draft_logits"] = inputs.draft_logits
         graph.run(tensors)

@@ -80,7 +80,9 @@ def test_penalties_count_tokens_accepted_in_the_same_block(
         logits -= 0.3 * counts + 0.4 * (counts > 0)
         output.append(int(logits.argmax()))
     assert list(done[1].token_ids) == output
-    assert done[1].stats.accepted_length > 1.2  # several drafts of one block were accepted
+    assert (
+        done[1].stats.accepted_length or 0
+    ) > 1.2  # several drafts of one block were accepted
     for plain, item in ((done[0], ITEMS[0]), (done[2], ITEMS[1])):
         assert list(plain.token_ids) == item["output_ids_ignore_eos"][:40]
 
@@ -415,7 +417,7 @@ def test_strict_engines_decide_near_ties_on_one_row(tiny_bundle: Bundle) -> None
     options = EngineOptions(max_batch=3, strict_margin=margin)
     engine = Engine.load(tiny_bundle, target=Rounding(tiny_bundle), options=options)
     together = engine.generate([request(item["prompt_ids"]) for item in ITEMS[:12]])
-    assert [done.stats.accepted_length > 1.5 for done in together].count(True) > 6
+    assert [(done.stats.accepted_length or 0) > 1.5 for done in together].count(True) > 6
 
 
 def test_finished_requests_are_logged_without_their_text(

@@ -273,7 +273,7 @@ def test_a_defect_ends_every_request_instead_of_hanging(tiny_bundle: Bundle) -> 
     def broken(_: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    target.step = broken  # type: ignore[method-assign]
+    target.step = broken  # type: ignore[method-assign, assignment]
     done = service.generate(variant(0), timeout_s=20)
     assert done.finish_reason is FinishReason.ERROR
     assert "a bug" in (done.error or "")
