@@ -6,26 +6,28 @@ fails, ends alone: a request whose logits, masks or backend calls fail gets its 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Listed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from dspark_trt.bundle import Bundle, load_bundle
+from dspark_trt.config import ConfidenceInput
 from dspark_trt.errors import BackendError, BundleError, CapacityError, RequestError
 from dspark_trt.runtime.admission import AdmissionLimits, WaitingQueue
 from dspark_trt.runtime.backends import Backend, open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions, TargetModel
 from dspark_trt.runtime.bypass import Bypass
-from dspark_trt.runtime.cost_table import CostTable
+from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.drafter_window import DrafterWindow
 from dspark_trt.runtime.metrics import EngineMetrics
 from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.prefix_cache import PrefixCache, PrefixRows
 from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenEvent
 from dspark_trt.runtime.rounds import RoundReport, Rounds
-from dspark_trt.runtime.scheduler import Fixed, Scheduler
+from dspark_trt.runtime.scheduler import Scheduler
+from dspark_trt.runtime.scheduling import AUTO, choose_scheduling
 from dspark_trt.runtime.sequence import Sequence
 from dspark_trt.runtime.session import load_calibration
 from dspark_trt.runtime.text import TextCodec
@@ -81,8 +83,8 @@ class Engine:
         backend: Backend,
         options: EngineOptions | None = None,
         *,
-        scheduler: Scheduler | None = None,
-        cost_table: CostTable | None = None,
+        scheduler: Scheduler | str = AUTO,
+        cost_table: CostModel | None = None,
         bypass: Bypass | None = None,
         target: TargetModel | None = None,
     ) -> None:
@@ -97,20 +99,23 @@ class Engine:
         self._vocab = bundle.draft.decoder.vocab_size
         self._codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
         self._stop_token_ids = bundle.target.stop_token_ids if bundle.target else ()
-        planner = Planner(
-            scheduler or Fixed(self.gamma),
+        self._scheduling = choose_scheduling(
+            scheduler, backend, costs=cost_table, bypass=bypass, target=target
+        )
+        self.planner = Planner(
+            self._scheduling.scheduler,
             calibration=load_calibration(bundle),
             slots=options.max_batch,
-            table=cost_table,
-            bypass=bypass,
+            table=self._scheduling.costs,
+            bypass=self._scheduling.bypass,
         )
-        self.metrics = EngineMetrics(self.gamma, lambda: planner.drift.gap())
+        self.metrics = EngineMetrics(self.gamma, lambda: self.planner.drift.gap())
         self.observers: list[RoundObserver] = [self.metrics.observe]
         self._rounds = Rounds(
             drafter=backend.draft_model(options.max_batch),
             target=target or backend.target_model(options.max_batch),
             verifier=backend.verifier(options.max_batch),
-            planner=planner,
+            planner=self.planner,
             window=DrafterWindow(
                 slots=options.max_batch,
                 trained_tokens=options.drafter_trained_tokens,
@@ -144,8 +149,8 @@ class Engine:
         backend: str = "onnxruntime",
         backend_options: BackendOptions | None = None,
         options: EngineOptions | None = None,
-        scheduler: Scheduler | None = None,
-        cost_table: CostTable | None = None,
+        scheduler: Scheduler | str = AUTO,
+        cost_table: CostModel | None = None,
         bypass: Bypass | None = None,
         target: TargetModel | None = None,
     ) -> Self:
@@ -156,14 +161,17 @@ class Engine:
             backend: which runs the graphs.
             backend_options: threads and execution providers.
             options: limits of the engine.
-            scheduler: picks verification lengths; default: every draft is verified.
-            cost_table: what a step costs on this machine, for the bypass and for status.
-            bypass: stops drafting where it does not pay; needs the cost table.
+            scheduler: picks verification lengths, by name or as an object (``choose_scheduling``). The
+                default weighs the bundle's cost table if it holds on this machine, and verifies every
+                draft if not; `status` says which, and why.
+            cost_table: what rounds cost on this machine, in place of the bundle's.
+            bypass: stops drafting where it does not pay; needs costs.
             target: a target of your own instead of the bundle's (see `runtime.targets`).
 
         Raises:
             BundleError: the bundle does not load, or nobody provides a target.
             BackendError: the backend is missing or cannot run it.
+            RequestError: an unknown scheduler, or one that biases the output.
         """
         loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
         return cls(
@@ -270,7 +278,7 @@ class Engine:
         sequence.events.clear()
         return found
 
-    def stream(self, request: Request) -> Iterator[TokenEvent]:
+    def stream(self, request: Request) -> Generator[TokenEvent, None, None]:
         """Submit a request and run rounds until it ends, yielding its tokens as they are committed.
 
         Other requests of the engine advance as well. Closing the iterator aborts the request; `take` with
@@ -300,7 +308,7 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """What a dashboard asks: load, speed by stage, acceptance, and what is off and why."""
-        metrics, planner = self.metrics, self._rounds.planner
+        metrics, planner = self.metrics, self.planner
         gap = planner.drift.gap()
         return {
             "active": len(self._rounds.active),
@@ -328,20 +336,21 @@ class Engine:
                 "bytes": self._prefixes.nbytes,
             },
             "scheduler": type(planner.scheduler).__name__,
+            "reasons": dict(metrics.reasons),
+            "bypass": planner.bypassed,
+            "cost_table": None if planner.table is None else dict(planner.table.origin),
             "notes": self._notes(),
             "options": asdict(self.options),
         }
 
     def _notes(self) -> list[str]:
         """What is missing or switched off, said aloud."""
-        planner, notes = self._rounds.planner, []
-        if self.bundle.draft.confidence == "none":
+        notes = [] if self._scheduling.note is None else [self._scheduling.note]
+        head = self.bundle.draft.confidence is not ConfidenceInput.NONE
+        if not head and self.planner.calibration.estimator is None:
             notes.append(
-                "the drafter has no confidence head: schedulers that need one verify every draft"
-            )
-        if planner.table is None:
-            notes.append(
-                "no cost table: drafts are not trimmed by cost and drafting is never bypassed"
+                "the drafter has no confidence head and no fitted estimator: its own probabilities "
+                f"are used as they are. Fit one: dspark-trt calibrate {self.bundle.path}"
             )
         if self._codec is None:
             notes.append("no tokenizer in the bundle: token ids only")

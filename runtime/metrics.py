@@ -24,7 +24,7 @@ from dspark_trt.runtime.rounds import STAGES, RoundReport
 Gap = Callable[[], NDArray[np.float64]]
 
 
-class EngineMetrics(Collector):
+class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no types
     """Observes rounds.
 
     Args:
@@ -37,7 +37,7 @@ class EngineMetrics(Collector):
         self.active = self.waiting = 0
         self.rounds = self.target_rows = 0
         self.tokens = self.prompt_tokens = 0
-        self.bypassed = 0  # decoding requests that did not draft in a round
+        self.reasons: Counter[str] = Counter()  # decoding requests by why ℓ was chosen
         self.lengths = np.zeros(gamma + 1, np.int64)  # drafted rounds by ℓ
         self.accepted_lengths = np.zeros(
             gamma + 1, np.int64
@@ -69,8 +69,12 @@ class EngineMetrics(Collector):
         for stage, seconds in report.seconds.items():
             self.seconds[stage] += seconds
         drafted = report.drafted
+        if report.planned is not None:
+            self.reasons[report.planned.reason] += int(drafted.sum())
         if not drafted.all():
-            self.bypassed += int((decoding & ~drafted).sum())
+            resting = zip(report.sequences, decoding & ~drafted, strict=True)
+            count = sum(s.request.speculate for s, rests in resting if rests)
+            self.reasons[report.undrafted_reason] += count
             if not drafted.any():
                 return
         lengths, accepted = report.lengths[drafted], report.accepted[drafted]
@@ -94,8 +98,11 @@ class EngineMetrics(Collector):
         yield CounterMetricFamily(
             "dspark_target_rows", "Rows the target ran on", self.target_rows
         )
-        text = "Decoding requests that did not draft in a round"
-        yield CounterMetricFamily("dspark_bypassed", text, self.bypassed)
+        text = "Decoding requests and rounds by why so many drafts were verified"
+        yield self._labelled(
+            CounterMetricFamily("dspark_verification_reasons", text, labels=["reason"]),
+            self.reasons,
+        )
         yield self._labelled(
             CounterMetricFamily(
                 "dspark_finished_requests", "Requests that ended", labels=["reason"]

@@ -28,7 +28,13 @@ from dspark_trt.runtime.online_calibration import (
     corrected_confidence,
     updated,
 )
-from dspark_trt.runtime.scheduler import Asynchronous, ConfidenceHistory, Fixed, Scheduler
+from dspark_trt.runtime.scheduler import (
+    FIXED,
+    Asynchronous,
+    ConfidenceHistory,
+    Fixed,
+    Scheduler,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -95,9 +101,21 @@ class Planner:
         self._unlearned: list[_Outcome] = []
         self._rest = self._rested = 0  # rounds without drafts: still to come, not yet accounted
         self._is_settled = self._bypass is None  # nothing is to be found out soon
-        # With a fixed length nothing is asked of confidences: their cost is saved.
-        self._is_fixed = isinstance(scheduler, Fixed) and scheduler.max_tokens_per_step is None
-        self._patience = _FIXED_TOGETHER if self._is_fixed and not bypass else _TOGETHER
+        self._patience = _TOGETHER if self._bypass or not self._is_fixed else _FIXED_TOGETHER
+
+    @property
+    def _is_fixed(self) -> bool:
+        """Whether nothing is asked of confidences; their cost is saved then."""
+        return isinstance(self.scheduler, Fixed) and self.scheduler.max_tokens_per_step is None
+
+    @property
+    def _drafts(self) -> bool:
+        return not (isinstance(self.scheduler, Fixed) and self.scheduler.k == 0)
+
+    @property
+    def undrafted_reason(self) -> str:
+        """Why a request that may draft does not."""
+        return BYPASSED if self._drafts else FIXED
 
     @property
     def gamma(self) -> int:
@@ -135,7 +153,7 @@ class Planner:
             self._slots, self._rest = slots, 0
             self._is_settled = self._bypass is None
         if self._is_settled or self._bypass is None:
-            return np.ones(len(slots), np.bool_)
+            return np.full(len(slots), self._drafts)
         if self._rest == 0:
             self._account_for_rest()
             drafts = self._bypass.drafting(self._accounts, slots)
@@ -153,7 +171,7 @@ class Planner:
             scores = draft.confidence_logits
             return PlannedRound(
                 np.minimum(requests.limits, self.scheduler.k),
-                "fixed length",
+                FIXED,
                 None,
                 None if scores is None else scores[own],
             )

@@ -32,6 +32,7 @@ from dspark_trt.runtime.survival import (
     expected_tokens,
 )
 
+FIXED = "fixed length"
 NO_TABLE = "no cost table: every draft is verified"
 MIN_GAIN = 0.01  # predicted gains below this are timing and calibration noise
 
@@ -98,7 +99,7 @@ class Fixed(Scheduler):
         offered = candidates(
             confidence, limits=allowed, max_tokens_per_step=self.max_tokens_per_step
         )
-        return Plan(best_lengths(offered, offered.available), "fixed length")
+        return Plan(best_lengths(offered, offered.available), FIXED)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which scheduler an engine gets, by name, and the costs it weighs; what is not possible is said aloud."""
+
+from dataclasses import dataclass
+
+from dspark_trt.bundle import COST_TABLE
+from dspark_trt.errors import RequestError, TableError
+from dspark_trt.runtime.backends import Backend
+from dspark_trt.runtime.backends.interface import TargetModel
+from dspark_trt.runtime.bypass import Bypass
+from dspark_trt.runtime.cost_model import CostModel
+from dspark_trt.runtime.cost_table_formats import load_cost_table
+from dspark_trt.runtime.machine import cost_origin
+from dspark_trt.runtime.scheduler import (
+    Algorithm1,
+    Asynchronous,
+    Fixed,
+    Global,
+    Scheduler,
+    Threshold,
+)
+
+AUTO = "auto"
+NAMES = "auto, fixed:K, threshold:C, algorithm1, async"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """A scheduler, the costs it weighs, and who stops drafting."""
+
+    scheduler: Scheduler
+    costs: CostModel | None
+    bypass: Bypass | None
+    note: str | None = None  # what is missing, and the command that mends it
+
+
+def choose_scheduling(
+    choice: str | Scheduler,
+    backend: Backend,
+    *,
+    costs: CostModel | None = None,
+    bypass: Bypass | None = None,
+    target: TargetModel | None = None,
+) -> Scheduling:
+    """Resolve a name or take a scheduler as it is.
+
+    Args:
+        choice: ``auto`` is ``async`` with a cost table that holds here, else every draft is verified;
+            ``fixed:K`` (0: never draft), ``threshold:C``, ``algorithm1``, ``async``; or a scheduler.
+        backend: what runs the bundle, in whose folder the cost table is looked for.
+        costs: instead of the bundle's own.
+        bypass: who stops drafting; named schedulers that weigh costs have one by default.
+        target: the host's own target in place of the bundle's.
+
+    Raises:
+        RequestError: an unknown name, a length beyond γ, or a scheduler that rejection verification
+            cannot be exact with.
+    """
+    if isinstance(choice, Global):
+        raise RequestError(
+            "the engine verifies by rejection, which the global scheduler biases (paper, appendix A). "
+            "Use 'async' or 'algorithm1'"
+        )
+    if not isinstance(choice, str):
+        return Scheduling(choice, costs, bypass)
+    gamma = backend.bundle.draft.gamma
+    name, _, value = choice.partition(":")
+    if name == "fixed":
+        return Scheduling(Fixed(_length(value, gamma)), costs, bypass)
+    if name == "threshold":
+        return Scheduling(Threshold(_probability(value)), costs, bypass)
+    if choice not in (AUTO, "algorithm1", "async"):
+        raise RequestError(f"scheduler {choice!r} is unknown; expected one of {NAMES}")
+    note = None
+    if costs is None:
+        costs, note = bundled_costs(backend, target)
+    if costs is None and choice == AUTO:
+        return Scheduling(Fixed(gamma), None, None, note)
+    scheduler = Algorithm1(costs) if choice == "algorithm1" else Asynchronous(costs)
+    return Scheduling(scheduler, costs, bypass or Bypass(), note)
+
+
+def bundled_costs(
+    backend: Backend, target: TargetModel | None = None
+) -> tuple[CostModel | None, str | None]:
+    """The bundle's cost table if it holds here, or why there is none."""
+    path = backend.bundle.path / COST_TABLE
+    if not path.exists():
+        return None, (
+            "no cost table: drafts are not trimmed by cost and drafting is never bypassed. "
+            f"Measure one: dspark-trt profile {backend.bundle.path}"
+        )
+    try:
+        costs = load_cost_table(path).require_origin(**cost_origin(backend, target))
+        return costs.require_informative(), None
+    except TableError as error:
+        return None, f"the cost table is not used: {error}"
+
+
+def _length(text: str, gamma: int) -> int:
+    if not text:
+        return gamma
+    if not text.isdecimal() or int(text) > gamma:
+        raise RequestError(f"fixed:{text}: expected a length from 0 to {gamma}")
+    return int(text)
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise RequestError(f"threshold:{text}: expected a probability from 0 to 1")
+    return value
