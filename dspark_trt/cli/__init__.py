@@ -18,6 +18,8 @@ _COMMANDS = {
     "calibrate": "calibrate",
     "simulate": "simulate",
     "attach-verify": "attach_verify",
+    "build": "build",
+    "chat": "chat",
 }
 
 

@@ -3,12 +3,22 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from dspark_trt.bundle import (
+    CALIBRATION,
+    COST_TABLE,
+    ENGINES,
+    MANIFEST,
+    Bundle,
+    Source,
+    load_bundle,
+)
 from dspark_trt.checkpoint import (
     Decision,
     DraftCheckpoint,
@@ -44,7 +54,10 @@ class Report:
 def command(
     checkpoint: Annotated[
         str,
-        typer.Argument(help="Folder or hub id of a drafter or a target.", show_default=False),
+        typer.Argument(
+            help="Drafter or target (folder or hub id), bundle, or .engine file.",
+            show_default=False,
+        ),
     ],
     target: Annotated[
         str | None,
@@ -70,7 +83,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
+    """Show what a bundle or engine holds, or how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
     overrides = DraftOverrides(
         slot_semantics=slot_semantics_from_flag(sample_from_anchor),
         mask_token_id=mask_token_id,
@@ -96,12 +109,48 @@ def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> R
     Raises:
         CheckpointError: it cannot be read, or the two do not belong together.
     """
+    path = Path(source)
+    if (path / MANIFEST).is_file():
+        return _bundle_report(load_bundle(path, verify_hashes=False))
+    if path.suffix == ".engine":
+        return _engine_report(path)
     checkpoint = read_checkpoint(source, overrides=overrides)
     if isinstance(checkpoint, DraftCheckpoint):
         return _draft_report(checkpoint, target)
     if target is not None:
         raise CheckpointError(f"{source} is a target; --target goes with a drafter")
     return _target_report(checkpoint)
+
+
+def _bundle_report(bundle: Bundle) -> Report:
+    def source(value: Source | None) -> str | None:
+        return value and f"{value.name} ({value.format}, sha256 {value.sha256[:12]}…)"
+
+    facts = {
+        "draft": source(bundle.draft_source),
+        "target": source(bundle.target_source),
+        "dtype": bundle.dtype,
+        "gamma": bundle.draft.gamma,
+        "head": bundle.draft.head_type.value,
+        "confidence": bundle.draft.confidence.value,
+        "slot_semantics": bundle.draft.slot_semantics.value,
+        "target_layer_ids": list(bundle.draft.target_layer_ids),
+        "max_context_tokens": bundle.max_context_tokens,
+        "graphs": list(bundle.graph_names),
+        "bytes": sum(record.size_bytes for record in bundle.files.values()),
+        "calibrated": (bundle.path / CALIBRATION).is_file(),
+        "cost_table": (bundle.path / COST_TABLE).is_file(),
+        "engines": sorted(p.name for p in (bundle.path / ENGINES).glob("*") if p.is_dir()),
+        "tool_versions": dict(bundle.tool_versions),
+    }
+    return Report(kind="bundle", path=str(bundle.path), facts=facts, decisions=(), warnings=())
+
+
+def _engine_report(path: Path) -> Report:
+    from dspark_trt.export.engines.describe import describe_engine
+
+    facts = describe_engine(path)
+    return Report(kind="engine", path=str(path), facts=facts, decisions=(), warnings=())
 
 
 def _draft_report(draft: DraftCheckpoint, target: str | None) -> Report:
