@@ -199,7 +199,7 @@ def test_engines_without_weights_say_how_to_fill_them(bundle: Bundle) -> None:
 
 def test_a_folder_without_manifest(tmp_path: Path) -> None:
     with pytest.raises(
-        BundleError, match=r"holds no engines: it has no manifest.json.*build again"
+        BundleError, match=r"holds no engines: it has no manifest.json.*Build it again"
     ):
         read_engine_manifest(tmp_path)
 
