@@ -131,7 +131,9 @@ def read_engine_manifest(folder: Path) -> EngineSet:
         BundleError: no manifest there, another format version, or a damaged one.
     """
     manifest = folder / MANIFEST
-    again = "Build it again: dspark-trt build BUNDLE"  # never "remove": the folder may be anything
+    again = (
+        "Build it again: dspark-trt build BUNDLE"  # never "remove": the folder may be anything
+    )
     try:
         data = json.loads(manifest.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

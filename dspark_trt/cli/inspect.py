@@ -124,7 +124,9 @@ def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> R
 
 def _bundle_report(bundle: Bundle) -> Report:
     def source(value: Source | None) -> str | None:
-        return value and f"{value.name} ({value.format}, sha256 {value.sha256[:12]}…)"
+        if value is None:
+            return None
+        return f"{value.name} ({value.format}, sha256 {value.sha256[:12]}…)"
 
     facts = {
         "draft": source(bundle.draft_source),
