@@ -8,8 +8,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 
 import onnx
-import onnx.inliner
-from onnx import helper
 
 from dspark_trt.errors import BuildError
 from dspark_trt.plugins.contract import DOMAIN
@@ -25,7 +23,7 @@ def for_tensorrt_rtx(model: onnx.ModelProto, *, capacity: int) -> onnx.ModelProt
     """
     prepared = _prepared(model, capacity)
     _check_bodies(prepared)
-    return unnest_conditionals(prepared)
+    return prepared
 
 
 def for_tensorrt(
@@ -100,64 +98,9 @@ def _check_bodies(model: onnx.ModelProto) -> None:
             )
 
 
-def unnest_conditionals(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Move every `If` that sits inside another one's branch out of it; TensorRT-RTX compiles no nested ones.
-
-    The outer `If` becomes a selection between both results. Inner ones stay conditional, on their own
-    condition and the outer one's, so that what they skip is still skipped.
-    """
-    in_functions = any(_conditionals(function.node) for function in model.functions)
-    if not in_functions and not any(_is_nested(node) for node in model.graph.node):
-        return model
-    flat = onnx.inliner.inline_local_functions(model)  # shows what is nested through calls
-    while (index := _first_nested(flat.graph)) is not None:
-        _hoist(flat.graph, index)
-    return flat
-
-
-def _first_nested(graph: onnx.GraphProto) -> int | None:
-    return next((i for i, node in enumerate(graph.node) if _is_nested(node)), None)
-
-
-def _hoist(graph: onnx.GraphProto, index: int) -> None:
-    outer = graph.node[index]
-    condition, prefix = outer.input[0], outer.name or outer.output[0]
-    otherwise = f"{prefix}/otherwise"
-    replaced = [helper.make_node("Not", [condition], [otherwise], name=otherwise)]
-    results = []
-    for name, guard in (("then_branch", condition), ("else_branch", otherwise)):
-        branch = next(a.g for a in outer.attribute if a.name == name)
-        graph.initializer.extend(branch.initializer)
-        results.append([output.name for output in branch.output])
-        for place, node in enumerate(branch.node):
-            if node.op_type == "If":
-                both = f"{prefix}/{name}/{place}"
-                inputs = [guard, node.input[0]]
-                replaced.append(helper.make_node("And", inputs, [both], name=both))
-                node.input[0] = both
-            replaced.append(node)
-    for output, then_result, else_result in zip(outer.output, *results, strict=True):
-        inputs = [condition, then_result, else_result]
-        replaced.append(helper.make_node("Where", inputs, [output], name=f"{prefix}/{output}"))
-    nodes = [*graph.node[:index], *replaced, *graph.node[index + 1 :]]
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _is_nested(node: onnx.NodeProto) -> bool:
-    return any(_conditionals(branch.node) for branch in _branches(node))
-
-
-def _conditionals(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    return [node for node in _with_branches(nodes) if node.op_type == "If"]
-
-
 def _with_branches(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     for node in nodes:
         yield node
-        for branch in _branches(node):
-            yield from _with_branches(branch.node)
-
-
-def _branches(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    return [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _with_branches(attribute.g.node)

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens to a graph before a library's parser sees it."""
 
-from typing import Any
-
-import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
 from dspark_trt.errors import BuildError
@@ -16,7 +11,6 @@ from dspark_trt.export.engines.engine_graph import (
     for_tensorrt,
     for_tensorrt_rtx,
     structure_sha256,
-    unnest_conditionals,
 )
 from dspark_trt.plugins.contract import DOMAIN
 from dspark_trt.plugins.verify_model import verify_model
@@ -34,50 +28,9 @@ step (float16[batch,2,4,64] q, float16[batch,1,capacity,64] past, int64[batch] l
 }
 """
 
-# Three levels, and an outer conditional with two results.
-NESTED = """
-<ir_version: 11, opset_import: ["" : 24]>
-nest (bool a, bool b, bool c, float[n] x) => (float[n] y, float[n] z)
-{
-  y, z = If (a) <
-    then_branch = outer () => (float[n] p, float[n] q) {
-      p = If (b) <
-        then_branch = middle () => (float[n] r) {
-          r = If (c) <
-            then_branch = inner () => (float[n] s) { s = Add(x, x) },
-            else_branch = other () => (float[n] t) { t = Neg(x) }
-          >
-        },
-        else_branch = last () => (float[n] u) { u = Abs(x) }
-      >
-      q = Exp(x)
-    },
-    else_branch = none () => (float[n] v, float[n] w) { v = Identity(x)
-      w = Sqrt(x) }
-  >
-}
-"""
-
 
 def verifier(mode: str) -> onnx.ModelProto:
     return verify_model(mode=mode, gamma=GAMMA, vocab_size=VOCAB)
-
-
-def depth_of_conditionals(nodes: Any) -> int:
-    return max(
-        (
-            (node.op_type == "If")
-            + max((depth_of_conditionals(a.g.node) for a in node.attribute), default=0)
-            for node in nodes
-        ),
-        default=0,
-    )
-
-
-def run(model: onnx.ModelProto, inputs: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    results: list[NDArray[Any]] = session.run(None, inputs)
-    return results
 
 
 def test_caches_get_a_fixed_capacity_and_attention_loses_what_the_parser_refuses() -> None:
@@ -94,65 +47,10 @@ def test_caches_get_a_fixed_capacity_and_attention_loses_what_the_parser_refuses
     assert model == parser.parse_model(ATTENTION)  # the model itself is left alone
 
 
-@pytest.mark.parametrize("flags", range(8))
-def test_unnesting_keeps_what_is_computed(flags: int) -> None:
-    model = parser.parse_model(NESTED)
-    flat = unnest_conditionals(model)
-    assert depth_of_conditionals(model.graph.node) == 3
-    assert depth_of_conditionals(flat.graph.node) == 1
-    onnx.checker.check_model(flat, full_check=True)
-    inputs: dict[str, NDArray[Any]] = {
-        name: np.array(bool(flags >> bit & 1)) for bit, name in enumerate("abc")
-    }
-    inputs["x"] = np.array([0.5, 1.0, 4.0], np.float32)
-    for one, other in zip(run(model, inputs), run(flat, inputs), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_what_an_outer_condition_skips_stays_conditional() -> None:
-    flat = unnest_conditionals(parser.parse_model(NESTED))
-    (inner,) = (node for node in flat.graph.node if node.op_type == "If")
-    operators = {output: node for node in flat.graph.node for output in node.output}
-    guards, pending = set(), [inner.input[0]]
-    while pending:
-        name = pending.pop()
-        if name in operators:
-            assert operators[name].op_type == "And"
-            pending += operators[name].input
-        else:
-            guards.add(name)
-    assert guards == {"a", "b", "c"}
-
-
-def test_graphs_without_nested_conditionals_are_returned_as_they_are() -> None:
-    model = verifier("greedy")
-    assert unnest_conditionals(model) is model
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_verification_survives_unnesting(temperature: float, top_k: int) -> None:
-    """With every path through its conditionals: greedy or not, filtered or not."""
-    model = verifier("rejection")
-    flat = for_tensorrt_rtx(model, capacity=64)
-    assert depth_of_conditionals(flat.graph.node) == 1
-    assert not flat.functions
-    random = np.random.default_rng(top_k)
-    batch = 3
-    inputs: dict[str, NDArray[Any]] = {
-        "target_logits": random.standard_normal((8, VOCAB)).astype(np.float32),
-        "offsets": np.array([0, 4, 5, 8]),
-        "draft_tokens": random.integers(0, VOCAB, (batch, GAMMA)),
-        "draft_logits": random.standard_normal((batch, GAMMA, VOCAB)).astype(np.float32),
-        "draft_temperature": np.full(batch, temperature, np.float32),
-        "temperature": np.full(batch, temperature, np.float32),
-        "top_k": np.full(batch, top_k),
-        "top_p": np.ones(batch, np.float32),
-        "min_p": np.zeros(batch, np.float32),
-        "uniforms": random.random((batch, GAMMA + 1)).astype(np.float32),
-    }
-    for one, other in zip(run(model, inputs), run(flat, inputs), strict=True):
-        np.testing.assert_array_equal(one, other)
+@pytest.mark.parametrize("mode", ["rejection", "greedy"])
+def test_function_bodies_stay_for_tensorrt_rtx(mode: str) -> None:
+    model = verifier(mode)
+    assert for_tensorrt_rtx(model, capacity=128) == model
 
 
 @pytest.mark.parametrize("place", ["graph", "function", "branch"])
