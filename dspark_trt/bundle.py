@@ -112,6 +112,7 @@ def write_manifest(bundle: Bundle) -> None:
             "format_version": FORMAT_VERSION,
             "dtype": bundle.dtype,
             "gamma": bundle.draft.gamma,
+            "max_context_tokens": bundle.max_context_tokens,
             "draft": {"source": source(bundle.draft_source), "config": bundle.draft.to_json()},
             "target": bundle.target
             and {"source": source(bundle.target_source), "config": bundle.target.to_json()},
