@@ -64,6 +64,14 @@ def command(
             "--fused-verify", help="Also write a target graph that returns verified tokens."
         ),
     ] = False,
+    draft_revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a hub drafter.", show_default=False),
+    ] = None,
+    target_revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a hub target.", show_default=False),
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -78,9 +86,10 @@ def command(
         slot_semantics=slot_semantics_from_flag(sample_from_anchor),
         mask_token_id=mask_token_id,
         gamma=gamma,
+        revision=draft_revision,
     )
     drafter = read_draft(draft, overrides=overrides)
-    host = None if target is None else read_target(target)
+    host = None if target is None else read_target(target, revision=target_revision)
     warnings = _show_warnings(drafter, host)
     from dspark_trt.export.bundle_from_checkpoints import (
         export_bundle,  # torch: after bad input
