@@ -7,7 +7,6 @@ Two descriptions of a machine answer: ``CostTable``, the paper's SPS(B) by token
 
 import json
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +30,9 @@ class CostModel(ABC):
 
     origin: Mapping[str, str]  # machine, backend, versions, bundle hash
     flaw: str | None  # why they cannot tell verification lengths apart
-    pays_longest: bool = False  # whether the longest block of a step costs all its requests
+    pays_longest: bool = (
+        False  # whether the longest block and context of a step cost all requests
+    )
     sees_context: bool = False  # whether context length changes the cost
 
     @abstractmethod
@@ -48,8 +49,8 @@ class CostModel(ABC):
     ) -> Floats:
         """Seconds of a round over B = first..last target tokens, [last - first + 1].
 
-        ``requests`` run, ``drafting`` of them drafted; ``context_tokens`` is their mean context length
-        (None: the longest measured). ``smooth`` draws lines between measured sizes. ``longest`` is the
+        ``requests`` run, ``drafting`` of them drafted; ``context_tokens`` is their mean context length,
+        or the longest where that costs all (None: the longest measured). ``smooth`` draws lines between measured sizes. ``longest`` is the
         longest verification length of the step (None: lengths are even).
         """
 
@@ -102,12 +103,6 @@ class CostModel(ABC):
     def save(self, path: Path) -> None:
         """Write the costs with their fingerprint; nothing half-written stays behind."""
         write_json(path, {**self.to_json(), "fingerprint": self.fingerprint})
-
-
-def bucket_of(edges: tuple[int, ...], context_tokens: float | None) -> int:
-    """Index of the context bucket: the first whose upper edge is not below; the last beyond or for None."""
-    last = max(len(edges) - 1, 0)
-    return last if context_tokens is None else min(bisect_left(edges, context_tokens), last)
 
 
 def read_only(values: NDArray[Any]) -> NDArray[Any]:

@@ -9,6 +9,7 @@ Legend: n measured token counts, c context buckets, m measured request counts, R
 B tokens of one target step.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -20,7 +21,6 @@ from dspark_trt.errors import TableError
 from dspark_trt.runtime.cost_model import (
     FLAT_SPREAD,
     CostModel,
-    bucket_of,
     counts,
     finite,
     read_only,
@@ -136,7 +136,7 @@ class CostTable(CostModel):
         longest: int | None = None,
     ) -> Floats:
         """As ``CostModel`` says: ``requests`` are those whose context is read; ``longest`` is not used."""
-        bucket = bucket_of(self.context_tokens, context_tokens)
+        bucket = self._bucket(context_tokens)
         curve = (self._smooth if smooth else self._curves)[bucket]
         known = curve[first : last + 1]
         if last >= curve.size:
@@ -156,6 +156,13 @@ class CostTable(CostModel):
         if not drafting or not self.requests.size:
             return 0.0
         return float(np.interp(drafting, self.requests, self.draft_seconds))
+
+    def _bucket(self, context_tokens: float | None) -> int:
+        """The first whose upper edge is not below; the last beyond or for None."""
+        last = len(self._curves) - 1
+        if context_tokens is None:
+            return last
+        return min(bisect_left(self.context_tokens, context_tokens), last)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -54,7 +54,7 @@ class DraftedRequests(NamedTuple):
     drafted: Bools  # [R]
     limits: Ints  # [R] most drafts to verify; 0 where not drafted
     temperature: NDArray[np.float32]  # [R]
-    context_tokens: float  # mean
+    context_tokens: Ints  # [R]
 
 
 class PlannedRound(NamedTuple):
@@ -71,7 +71,7 @@ class _Outcome(NamedTuple):
     drafted: Bools  # [R]
     lengths: Ints  # [R]
     accepted: Ints  # [R]
-    context_tokens: float
+    context_tokens: Ints  # [R]
 
 
 class Planner:
@@ -193,7 +193,7 @@ class Planner:
 
     def _planned(self, requests: DraftedRequests, confidence: Floats) -> PlannedRound:
         ids, limits = _of(requests.ids, requests.drafted), requests.limits
-        context = requests.context_tokens
+        context = self._context(requests.context_tokens)
         everyone = self._for_all(confidence, requests.drafted)
         if isinstance(self.scheduler, Asynchronous):
             stale = self._history.stale(ids)
@@ -206,6 +206,11 @@ class Planner:
         else:
             plan = self.scheduler.decide(everyone, limits=limits, context_tokens=context)
         return PlannedRound(plan.lengths, plan.reason, confidence, None)
+
+    def _context(self, tokens: Ints) -> float:  # [R]
+        """The context length that costs are asked for."""
+        pays_longest = self.table is not None and self.table.pays_longest
+        return float(tokens.max() if pays_longest else tokens.mean())
 
     def _for_all(self, values: Floats, drafted: Bools) -> Floats:  # [D, K] -> [R, K]
         """Rows of those that did not draft are zero: their rows of the step count, they do not."""
@@ -221,7 +226,7 @@ class Planner:
         drafted: Bools,  # [R]
         lengths: Ints,  # [R]
         accepted: Ints,  # [R]
-        context_tokens: float,
+        context_tokens: Ints,  # [R]
     ) -> None:
         """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
         self._unlearned.append(_Outcome(planned, drafted, lengths, accepted, context_tokens))
@@ -240,7 +245,7 @@ class Planner:
         lengths = np.stack([each.lengths for each in rounds])
         accepted = np.stack([each.accepted for each in rounds])
         if self._bypass is not None and self.table is not None:
-            context = rounds[-1].context_tokens
+            context = self._context(rounds[-1].context_tokens)
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
             self._accounts = self._bypass.updated(
                 self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted

@@ -3,14 +3,14 @@
 
 SPS(B) of the paper knows tokens only: right where weights are read once for all of them. On a CPU eight
 rows of one request and one row of eight requests are different steps, and where attention is padded to
-the longest block, so are even and uneven lengths. The grid holds rounds in which R requests verify k
-drafts each; in between it is linear. A step whose longest block is L costs what R blocks of L cost, less
-``row_seconds`` for each row that shorter blocks leave out.
+the longest block, so are even and uneven lengths. The grid holds rounds in which R requests with a
+context of so many tokens verify k drafts each; in between it is linear. A step whose longest block is L
+costs what R blocks of L cost, less ``row_seconds`` for each row that shorter blocks leave out.
 
-Legend: m measured request counts, n measured lengths, c context buckets, R requests, V = Σℓ.
+Legend: m measured request counts, n measured lengths, c measured contexts, R requests, V = Σℓ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -21,7 +21,6 @@ from dspark_trt.errors import TableError
 from dspark_trt.runtime.cost_model import (
     FLAT_SPREAD,
     CostModel,
-    bucket_of,
     counts,
     finite,
     read_only,
@@ -29,17 +28,18 @@ from dspark_trt.runtime.cost_model import (
 from dspark_trt.runtime.cost_table import CostTable
 
 FORMAT = "dspark-round-costs-1"
+_CONTEXT_STEP = 32
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class RoundCosts(CostModel):
-    """Seconds of measured rounds. More lengths never cost less: what was measured otherwise is noise."""
+    """Seconds of measured rounds. A longer block never costs less: what was measured otherwise is noise."""
 
     requests: NDArray[np.int64]  # [m]
     lengths: NDArray[np.int64]  # [n] 0, .., γ
-    context_tokens: tuple[int, ...]  # [c] upper edges of the buckets
+    context_tokens: NDArray[np.int64]  # [c]
     step_seconds: Floats  # [c, m, n] all but the draft step
     draft_seconds: Floats  # [c, m]
     row_seconds: Floats  # [c, m]
@@ -56,14 +56,14 @@ class RoundCosts(CostModel):
         step_seconds: ArrayLike,
         draft_seconds: ArrayLike,
         *,
-        context_tokens: Sequence[int],
+        context_tokens: ArrayLike,
         row_seconds: ArrayLike | None = None,  # None: uneven lengths cost what even ones do
         origin: Mapping[str, str] | None = None,
     ) -> None:
         """Raises TableError for arrays that do not fit together, are not finite or not positive."""
         running, blocks = counts(requests, "requests"), _lengths(lengths)
-        edges = tuple(counts(context_tokens, "context_tokens").tolist())
-        shape = (len(edges), running.size, blocks.size)
+        contexts = counts(context_tokens, "context_tokens")
+        shape = (contexts.size, running.size, blocks.size)
         steps = _shaped(step_seconds, "step_seconds", shape)
         drafts = _shaped(draft_seconds, "draft_seconds", shape[:2])
         rows = (
@@ -78,14 +78,14 @@ class RoundCosts(CostModel):
         for name, value in {
             "requests": running,
             "lengths": blocks,
-            "context_tokens": edges,
+            "context_tokens": contexts,
             "step_seconds": read_only(np.maximum.accumulate(steps, axis=2)),
             "draft_seconds": drafts,
             "row_seconds": rows,
             "origin": dict(origin or {}),
             "flaw": _flaw(blocks, steps),
             "pays_longest": row_seconds is not None,
-            "sees_context": len(edges) > 1,
+            "sees_context": contexts.size > 1,
             "_curves": {},
         }.items():
             object.__setattr__(self, name, value)
@@ -107,7 +107,7 @@ class RoundCosts(CostModel):
     ) -> Floats:
         """As ``CostModel`` says; without ``requests`` every token is one request's."""
         running = requests or first
-        key = (running, drafting, bucket_of(self.context_tokens, context_tokens), longest)
+        key = (running, drafting, self._rounded(context_tokens), longest)
         curve = self._curves.get(key)
         if curve is None:
             curve = self._curves[key] = read_only(self._curve(*key))
@@ -120,8 +120,7 @@ class RoundCosts(CostModel):
 
     def draft_cost(self, drafting: int, context_tokens: float | None = None) -> float:
         """Linear between measured request counts."""
-        bucket = bucket_of(self.context_tokens, context_tokens)
-        return float(self._at_requests(self.draft_seconds[bucket], drafting)) * (drafting > 0)
+        return float(self._at(self.draft_seconds, drafting, context_tokens)) * (drafting > 0)
 
     def padded_to(self, tokens: int) -> int:
         """``tokens`` themselves: no size is padded."""
@@ -129,46 +128,46 @@ class RoundCosts(CostModel):
 
     def cost_table(self, requests: int, context_tokens: float | None = None) -> CostTable:
         """SPS(B) of so many requests, for formats that know tokens only."""
-        bucket = bucket_of(self.context_tokens, context_tokens)
         return CostTable(
             requests * (1 + self.lengths),
-            1.0 / self._at_requests(self.step_seconds[bucket], requests),
+            1.0 / self._at(self.step_seconds, requests, context_tokens),
             requests=self.requests,
-            draft_seconds=self.draft_seconds[bucket],
+            draft_seconds=self._at_context(self.draft_seconds, context_tokens),
             padded=False,
             origin=self.origin,
         )
 
-    def _curve(self, requests: int, drafting: int, bucket: int, longest: int | None) -> Floats:
+    def _rounded(self, context_tokens: float | None) -> int:
+        """Curves are tabulated for contexts this far apart."""
+        if context_tokens is None:
+            return int(self.context_tokens[-1])
+        return -(-int(context_tokens) // _CONTEXT_STEP) * _CONTEXT_STEP
+
+    def _curve(self, requests: int, drafting: int, context: int, longest: int | None) -> Floats:
         """Seconds of a round by V, [R·γ + 1]."""
-        measured = self._at_requests(self.step_seconds[bucket], requests)
+        measured = self._at(self.step_seconds, requests, context)
         drafts = np.arange(requests * self.gamma + 1)
         step = np.interp(drafts / requests, self.lengths, measured)
         if longest is not None:
             full = np.interp(longest, self.lengths, measured)
-            row = self._at_requests(self.row_seconds[bucket], requests)
+            row = self._at(self.row_seconds, requests, context)
             step = np.maximum(step, full - row * (requests * longest - drafts))
-        if drafting:
-            step = step + self._at_requests(self.draft_seconds[bucket], drafting)
-        return np.asarray(step)
+        return np.asarray(step + self.draft_cost(drafting, context))
 
-    def _at_requests(self, values: Floats, requests: int) -> Floats:  # [m, ..] -> [..]
-        """Linear between measured request counts, and on as the last two go."""
-        if self.requests.size == 1 or requests <= self.requests[0]:
-            return np.asarray(values[0])
-        upper = min(int(np.searchsorted(self.requests, requests)), self.requests.size - 1)
-        low, high = self.requests[upper - 1 : upper + 1]
-        share = (requests - low) / (high - low)
-        return np.asarray(
-            values[upper - 1] + np.maximum(values[upper] - values[upper - 1], 0.0) * share
-        )
+    def _at(self, values: Floats, requests: int, context: float | None) -> Floats:
+        """[c, m, ..] -> [..]."""
+        return _between(self.requests, self._at_context(values, context), requests)
+
+    def _at_context(self, values: Floats, context: float | None) -> Floats:  # [c, ..] -> [..]
+        longest = float(self.context_tokens[-1])
+        return _between(self.context_tokens, values, longest if context is None else context)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "requests": self.requests.tolist(),
             "lengths": self.lengths.tolist(),
-            "context_tokens": list(self.context_tokens),
+            "context_tokens": self.context_tokens.tolist(),
             "step_seconds": self.step_seconds.tolist(),
             "draft_seconds": self.draft_seconds.tolist(),
             "row_seconds": self.row_seconds.tolist() if self.pays_longest else None,
@@ -193,6 +192,18 @@ class RoundCosts(CostModel):
                 f"cost table lacks {missing}; expected format {FORMAT}"
             ) from missing
         return costs.require_fingerprint(data.get("fingerprint", costs.fingerprint))
+
+
+def _between(
+    points: NDArray[np.int64], values: Floats, place: float
+) -> Floats:  # [p, ..] -> [..]
+    """Linear between points, the first value below them, and on as the last two go beyond them."""
+    if points.size == 1 or place <= points[0]:
+        return np.asarray(values[0])
+    upper = min(int(np.searchsorted(points, place)), points.size - 1)
+    low, high = points[upper - 1 : upper + 1]
+    rise = np.maximum(values[upper] - values[upper - 1], 0.0)
+    return np.asarray(values[upper - 1] + rise * ((place - low) / (high - low)))
 
 
 def _lengths(values: ArrayLike) -> NDArray[np.int64]:

@@ -216,7 +216,7 @@ class Rounds:
                 self.active[row].finish(FinishReason.ERROR, str(error))
         if planned is not None:
             own = np.flatnonzero(decoding)
-            context = self._mean_context(own)
+            context = self.table.target_len[own]
             self.planner.learn(planned, drafted[own], lengths[own], accepted[own], context)
         self._count_reasons(decoding, drafted, planned)
         stages.end("commit")
@@ -235,9 +235,6 @@ class Rounds:
             undrafted_reason=self.planner.undrafted_reason,
             seconds=stages.seconds,
         )
-
-    def _mean_context(self, rows: Ints) -> float:
-        return float(self.table.target_len[rows].mean())
 
     def _count_reasons(
         self, decoding: Bools, drafted: Bools, planned: PlannedRound | None
@@ -298,7 +295,7 @@ class Rounds:
                 drafted=drafted,
                 limits=most * drafted,
                 temperature=self.table.temperature[rows],
-                context_tokens=self._mean_context(rows),
+                context_tokens=self.table.target_len[rows],
             ),
             draft.output,
         )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records an engine's rounds in the format of `runtime.traces`, for `calibrate` and `simulate`."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +11,7 @@ from numpy.typing import NDArray
 from dspark_trt.errors import TableError
 from dspark_trt.runtime.estimator import draft_probabilities
 from dspark_trt.runtime.rounds import RoundReport
-from dspark_trt.runtime.traces import traces_from_arrays
+from dspark_trt.runtime.traces import Traces, traces_from_arrays
 
 Floats = NDArray[np.float64]
 
@@ -47,16 +49,43 @@ class TraceRecorder:
             step_seconds=np.full(len(rows), step),
         )
 
-    def save(self, path: Path) -> int:
-        """Write the file; returns how many rounds it holds.
+    def traces(
+        self,
+        *,
+        prompt_of: Mapping[int, int] | None = None,
+        domain_of: Mapping[int, int] | None = None,
+        domain_names: Sequence[str] = (),
+    ) -> Traces:
+        """What was recorded.
+
+        Args:
+            prompt_of: prompt number of each request id, which keeps samples of a prompt together.
+            domain_of: index into `domain_names` of each request id.
+            domain_names: kinds of prompts.
 
         Raises:
             TableError: no round was drafted.
         """
         if not self._columns:
             raise TableError("no drafted round was recorded: nothing to write")
-        arrays = {name: np.concatenate(parts) for name, parts in self._columns.items()}
-        traces = traces_from_arrays(**arrays)
+        arrays: dict[str, Any] = {
+            name: np.concatenate(parts) for name, parts in self._columns.items()
+        }
+        ids = arrays["request_id"].tolist()
+        if prompt_of is not None:
+            arrays["prompt_index"] = np.array([prompt_of[each] for each in ids])
+        if domain_of is not None:
+            arrays["domain"] = np.array([domain_of[each] for each in ids])
+            arrays["domain_names"] = list(domain_names)
+        return traces_from_arrays(**arrays)
+
+    def save(self, path: Path) -> int:
+        """Write the file; returns how many rounds it holds.
+
+        Raises:
+            TableError: no round was drafted.
+        """
+        traces = self.traces()
         traces.save(path)
         return len(traces)
 

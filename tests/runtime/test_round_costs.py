@@ -62,14 +62,15 @@ def test_a_measured_cost_that_falls_with_length_is_noise() -> None:
     assert noisy.seconds(1, 3, requests=1).tolist() == [1.0, 1.5, 1.5]
 
 
-def test_context_buckets() -> None:
+def test_between_contexts_costs_are_linear() -> None:
     costs = RoundCosts(
         [1], [0, 1], [[[1.0, 1.1]], [[2.0, 2.2]]], [[0.1], [0.3]], context_tokens=[64, 128]
     )
-    assert costs.seconds(1, 1, requests=1, context_tokens=64)[0] == 1.0
-    assert costs.seconds(1, 1, requests=1, context_tokens=65)[0] == 2.0
+    assert costs.seconds(1, 1, requests=1, context_tokens=10)[0] == 1.0
+    assert costs.seconds(1, 1, requests=1, context_tokens=96)[0] == pytest.approx(1.5)
+    assert costs.seconds(1, 1, requests=1, context_tokens=256)[0] == pytest.approx(4.0)
     assert costs.seconds(1, 1, requests=1)[0] == 2.0
-    assert costs.draft_cost(1, 10.0) == 0.1
+    assert costs.draft_cost(1, 96) == pytest.approx(0.2)
     assert costs.sees_context
 
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts to collect traces with where nobody gives better ones: traffic of your own is better.
+
+Three domains, since acceptance differs between them more than between drafters.
+"""
+
+PROMPTS: dict[str, tuple[str, ...]] = {
+    "math": (
+        "A baker sells 14 loaves in the morning and 9 in the afternoon. How many loaves is that?",
+        "Compute 37 + 58 - 19.",
+        "A train travels 240 kilometres in 3 hours. What is its average speed?",
+        "What is 15 percent of 260?",
+        "Solve for x: 3x + 7 = 31.",
+        "A box holds 12 eggs. How many boxes are needed for 150 eggs?",
+        "The sides of a rectangle are 8 and 13. What are its area and its perimeter?",
+        "Tom has twice as many marbles as Ana. Together they have 36. How many does Tom have?",
+        "What is the sum of the first 20 positive integers?",
+        "A shirt costs 40 dollars and is reduced by a quarter. What does it cost now?",
+        "Find the greatest common divisor of 84 and 126.",
+        "How many minutes are there in 3 days and 5 hours?",
+        "If 5 workers need 12 days, how long do 8 workers need for the same work?",
+        "Simplify the fraction 48/180.",
+        "A die is rolled twice. What is the probability that both numbers are even?",
+        "What is the derivative of x^3 - 4x + 1?",
+    ),
+    "code": (
+        "Write a Python function that reverses the words of a sentence.",
+        "Write a Python function that returns the n-th Fibonacci number.",
+        "Write a function that checks whether a string is a palindrome.",
+        "How do I read a CSV file line by line in Python?",
+        "Write a Python class for a stack with push, pop and peek.",
+        "Write a function that removes duplicates from a list and keeps the order.",
+        "Write a SQL query that counts the orders of each customer.",
+        "Implement binary search over a sorted list in Python.",
+        "Write a function that merges two sorted lists.",
+        "Write a Python decorator that measures how long a function takes.",
+        "Explain the difference between a list and a tuple in Python, with an example.",
+        "Write a function that counts how often each word occurs in a text.",
+        "Write a Python generator that yields prime numbers.",
+        "Write a function that flattens a nested list.",
+        "Write a shell command that finds all files larger than one megabyte.",
+        "Write a unit test for a function add(a, b).",
+    ),
+    "chat": (
+        "What should I see on a weekend in Rome?",
+        "Explain to a ten-year-old why the sky is blue.",
+        "Give me three ideas for a quick vegetarian dinner.",
+        "What is the difference between weather and climate?",
+        "Write a short thank-you note to a colleague.",
+        "How can I sleep better?",
+        "Summarise the story of Romeo and Juliet in three sentences.",
+        "Which questions should I ask in a job interview?",
+        "Describe how a bicycle stays upright.",
+        "Suggest a name for a small bookshop by the sea and say why.",
+        "What are the advantages of learning a second language?",
+        "How do vaccines work?",
+        "Write the opening of a story about a lighthouse keeper.",
+        "What is a good way to start running?",
+        "Explain what inflation means for a household.",
+        "Compare living in a city with living in the countryside.",
+    ),
+}
