@@ -49,9 +49,7 @@ def attach_to_file(
     """
     try:
         model = onnx.load(source, load_external_data=False)
-    except (
-        Exception
-    ) as error:  # protobuf has no common base class for what a damaged file raises
+    except Exception as error:  # damaged protobuf has no exception of its own
         raise ExportError(f"{source} cannot be read as an ONNX model: {error}") from error
     attached = attach_verify(
         model,

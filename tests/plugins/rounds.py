@@ -81,20 +81,30 @@ def draft_law(chain: Chain, sampling: Sampling) -> NDArray[np.float64]:
 
 @cache
 def sampler(name: str) -> ort.InferenceSession:
-    """`SampleDraft` or `SampleCoupled` as a graph of its own."""
+    """`SampleDraft`, `SampleCoupled` or `FilterDraft` as a graph of its own."""
     from dspark_trt.plugins.coupled_functions import SampleCoupled
+    from dspark_trt.plugins.filter_functions import FilterDraft
     from dspark_trt.plugins.functions import SampleDraft
 
-    noise = {"SampleDraft": {"uniforms": TensorProto.FLOAT}, "SampleCoupled": {"seeds": TensorProto.INT64, "positions": TensorProto.INT64}}[name]  # fmt: skip
-    function = {"SampleDraft": SampleDraft, "SampleCoupled": SampleCoupled}[name]
-    inputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ("batch", "vocab"))]
-    vectors = {"temperature": TensorProto.FLOAT, **noise}
-    inputs += [helper.make_tensor_value_info(n, t, ("batch",)) for n, t in vectors.items()]
+    real, whole = TensorProto.FLOAT, TensorProto.INT64
+    function, vectors = {
+        "SampleDraft": (SampleDraft, {"uniforms": real}),
+        "SampleCoupled": (SampleCoupled, {"seeds": whole, "positions": whole}),
+        "FilterDraft": (FilterDraft, {"top_k": whole, "top_p": real, "min_p": real}),
+    }[name]
+    rows = helper.make_tensor_value_info("logits", real, ("batch", "vocab"))
+    inputs = [rows] + [
+        helper.make_tensor_value_info(n, t, ("batch",))
+        for n, t in {"temperature": real, **vectors}.items()
+    ]
+    output = helper.make_tensor_value_info("result", whole, ("batch",))
+    if name == "FilterDraft":
+        output = helper.make_tensor_value_info("result", real, ("batch", "vocab"))
     graph = helper.make_graph(
-        [helper.make_node(name, [i.name for i in inputs], ["tokens"], domain=DOMAIN)],
+        [helper.make_node(name, [i.name for i in inputs], ["result"], domain=DOMAIN)],
         name,
         inputs,
-        [helper.make_tensor_value_info("tokens", TensorProto.INT64, ("batch",))],
+        [output],
     )
     model = helper.make_model(
         graph,

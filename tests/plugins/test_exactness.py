@@ -2,6 +2,7 @@
 """Chi-square tests: what verification commits is distributed exactly as the target's own samples."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from numpy.typing import NDArray
 
+from dspark_trt.plugins.distribution import filter_logits
 from tests.plugins.chains import (
     Chain,
     block_law,
@@ -18,7 +20,15 @@ from tests.plugins.chains import (
     prefix_chain,
     sequence_law,
 )
-from tests.plugins.rounds import GAMMA, Bias, Round, Sampling, draft_law, target_law
+from tests.plugins.rounds import (
+    GAMMA,
+    Bias,
+    Round,
+    Sampling,
+    draft_law,
+    sampler,
+    target_law,
+)
 
 ROUNDS = 200_000
 BATCH = 20_000
@@ -149,6 +159,24 @@ def test_coupled_rounds_give_exact_sequences_of_64_tokens(name: str) -> None:
 def test_coupled_with_processors_gives_exact_sequences(name: str) -> None:
     sampling = Sampling(processors=NEUTRAL | PROCESSORS[name])
     assert coupled_p_value(PREFIX, sampling) > 1e-3
+
+
+def test_filters_mirrored_into_the_drafter_keep_blocks_exact_and_accept_more() -> None:
+    """The graph function filters the drafter as the specification does; the target's law is unchanged."""
+    sampling = FILTERS["top-k"]
+    good = replace(PREFIX, draft=(0.7 * PREFIX.target + 0.3 * PREFIX.draft).astype(np.float32))
+    feed = {"logits": good.draft, **sampling.inputs(len(good.draft))}
+    (mirrored,) = sampler("FilterDraft").run(None, feed)
+    off = (np.float32(sampling.top_p), np.float32(sampling.min_p))
+    expected = [filter_logits(row, np.int64(sampling.top_k), *off) for row in good.draft]
+    np.testing.assert_array_equal(mirrored, np.stack(expected))
+    chain = replace(good, draft=mirrored)
+    assert rejection_p_value(chain, sampling) > 1e-3
+    p = target_law(chain, sampling)
+    plain, filtered = (
+        np.minimum(p, draft_law(c, sampling)).sum(axis=1).mean() for c in (good, chain)
+    )
+    assert filtered > plain + 0.05
 
 
 @pytest.mark.parametrize("vocab_size", [5, 64])
