@@ -155,7 +155,7 @@ def test_coupled_rounds_give_exact_sequences_of_64_tokens(name: str) -> None:
     assert coupled_p_value(MARKOV, FILTERS[name]) > 1e-3
 
 
-@pytest.mark.parametrize("name", mostly_slow(PROCESSORS, ("presence",)))
+@pytest.mark.parametrize("name", mostly_slow(PROCESSORS, ()))
 def test_coupled_with_processors_gives_exact_sequences(name: str) -> None:
     sampling = Sampling(processors=NEUTRAL | PROCESSORS[name])
     assert coupled_p_value(PREFIX, sampling) > 1e-3
