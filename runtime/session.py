@@ -11,7 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 from dspark_trt.bundle import CALIBRATION, Bundle, load_bundle
 from dspark_trt.errors import CapacityError, RequestError
 from dspark_trt.runtime.backends import Backend, open_backend
-from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs, DraftOutput
+from dspark_trt.runtime.backends.interface import (
+    BackendOptions,
+    CacheRows,
+    DraftInputs,
+    DraftOutput,
+)
 from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.context_rows import ContextRows
 from dspark_trt.runtime.survival import survival_from_confidence
@@ -30,6 +35,13 @@ class Proposal(NamedTuple):
     survival: (
         NDArray[np.float64] | None
     )  # [R, γ]: P(first k all accepted), their cumulative product
+
+
+class ContextSnapshot(NamedTuple):
+    """The drafter's context of one prefix, in the cache's own form."""
+
+    length: int
+    rows: CacheRows
 
 
 class DraftSession:
@@ -156,6 +168,28 @@ class DraftSession:
         self._flush(slot)
         self._rows[slot].truncate(length)
         self._written[slot] = min(self._written[slot], length)
+
+    def snapshot(self, slot: int, length: int | None = None) -> ContextSnapshot:
+        """A copy of a slot's first `length` context rows (default: all), for a host's prefix cache.
+
+        Raises:
+            MissingContextError: a row before `length` was never appended.
+            RequestError: there are fewer rows.
+        """
+        self._check_slot(slot)
+        self._flush(slot)
+        rows = self._rows[slot].require_complete(slot)
+        wanted = rows if length is None else length
+        if not 0 < wanted <= rows:
+            raise RequestError(f"slot {slot} has {rows} context rows, cannot copy {length}")
+        return ContextSnapshot(wanted, self._model.read_rows(self._slot_at.index(slot), wanted))
+
+    def restore(self, slot: int, snapshot: ContextSnapshot) -> None:
+        """Make a snapshot a slot's whole context: append the suffix next, from its `length` on."""
+        self.reset(slot)
+        self._model.write_rows(self._slot_at.index(slot), snapshot.rows)
+        self._rows[slot].add(0, snapshot.length)
+        self._written[slot] = snapshot.length
 
     def reset(self, slot: int) -> None:
         """Forget a slot's sequence, so that another one can use it."""

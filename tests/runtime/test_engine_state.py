@@ -58,8 +58,8 @@ def test_any_interleaving_gives_every_request_its_own_tokens(
 ) -> None:
     class Traffic(RuleBasedStateMachine):
         @initialize(
-            batch=st.integers(1, 5),
-            budget=st.integers(0, 60),
+            batch=st.sampled_from([1, 2, 3, 5, 16]),
+            budget=st.integers(0, 130),
             prefix=st.sampled_from([0, 3_000_000]),
         )
         def start(self, batch: int, budget: int, prefix: int) -> None:

@@ -108,6 +108,24 @@ def test_rolling_back_equals_never_having_gone_there(session: DraftSession) -> N
     np.testing.assert_allclose(session.propose([1], [5]).logits, rewritten, atol=2e-5, rtol=0)
 
 
+def test_a_restored_prefix_plus_its_suffix_is_the_full_run(session: DraftSession) -> None:
+    taps = taps_for(session, 50)
+    session.append(0, taps, 0)
+    full = session.propose([0], [7]).logits
+    session.append(1, taps[:40], 0)
+    prefix = session.snapshot(1, 32)
+    assert prefix.length == 32
+    session.append(2, taps_for(session, 45, seed=9), 0)  # a previous owner
+    session.restore(2, prefix)
+    session.append(2, taps[32:], 32)
+    np.testing.assert_allclose(session.propose([2], [7]).logits, full, atol=2e-5, rtol=0)
+    with pytest.raises(RequestError, match="slot 1 has 40 context rows, cannot copy 41"):
+        session.snapshot(1, 41)
+    session.reset(1)
+    with pytest.raises(MissingContextError, match="slot 1 has no context"):
+        session.snapshot(1)
+
+
 def test_seeded_sampling_repeats_and_follows_temperature(session: DraftSession) -> None:
     session.append(0, taps_for(session, 12), 0)
     first = session.propose([0], [5], temperature=1.0, seed=3).tokens
