@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct with its drafter: prepare, export, answer, and compare with the target alone.
+"""SmolLM2-135M-Instruct with its drafter: prepare, export, measure, answer, compare with the target alone.
 
 Falls back to the toy of `examples/tiny` where the target cannot be had.
 """
 
 import runpy
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import TypeVar
 
 from prepare import Report, prepare_target, progress_bar
 from rich.console import Console
 from rich.table import Table
 
-from dspark_trt.bundle import Bundle, load_bundle
+from dspark_trt.bundle import CALIBRATION, COST_TABLE, Bundle, load_bundle
 from dspark_trt.checkpoint import read_draft, read_target, source_hash
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import BundleError, CheckpointError
 from dspark_trt.export.bundle_from_checkpoints import Progress, export_bundle
+from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.engine import Engine, EngineOptions
+from dspark_trt.runtime.profiling import ProfilePlan, profile
 from dspark_trt.runtime.request import Completion, Request, SamplingParams
+from dspark_trt.runtime.scheduling import bundled_costs
 from dspark_trt.runtime.text import TextCodec
 
 HERE = Path(__file__).parent
@@ -48,6 +53,7 @@ def main() -> None:
         with progress_bar(console) as report:
             _timed(console, "target", lambda: prepare_target(WORK / "target", report=report))
             bundle = _timed(console, "bundle", lambda: _exported(report))
+            _timed(console, "cost table", lambda: _measured(bundle, report))
     except CheckpointError as error:
         console.print(
             f"[yellow]No SmolLM2 here, so the toy instead:[/] {error}\n", soft_wrap=True
@@ -109,6 +115,27 @@ def _exported(report: Report) -> Bundle:
     return export_bundle(drafter, target, folder, overwrite=True, on_progress=show)
 
 
+def _measured(bundle: Bundle, report: Report) -> None:
+    """What the scheduler weighs: the calibration, and what rounds of one request cost here."""
+    shutil.copyfile(HERE / CALIBRATION, bundle.path / CALIBRATION)
+    backend = open_backend("onnxruntime", bundle)
+    if bundled_costs(backend)[0] is not None:
+        return
+    plan = ProfilePlan(
+        requests=(1,),
+        lengths=tuple(range(bundle.draft.gamma + 1)),
+        context_tokens=(128,),
+        seconds=1.0,
+        rounds=3,
+    )
+
+    def show(done: int, total: int) -> None:
+        report(description="measuring what rounds cost", completed=done, total=total)
+
+    show(0, 1)
+    profile(backend, plan, progress=show).costs.save(bundle.path / COST_TABLE)
+
+
 def _answer(
     engine: Engine, request: Request, run: Run, writer: TokenWriter | None = None
 ) -> None:
@@ -127,13 +154,19 @@ def _answer(
 
 
 def _speed_table(drafted: Run, alone: Run) -> Table:
-    table = Table("prompt", "accepted length", "tokens/s", "target alone", "speed-up")
+    table = Table(
+        caption="accepted: tokens a drafted round commits; verified: drafts it checks"
+    )
+    for name in ("prompt", "accepted", "verified", "tokens/s", "alone", "speed-up"):
+        table.add_column(name, no_wrap=True)
     pairs = zip(PROMPTS, drafted.completions, alone.completions, strict=True)
     for prompt, fast, slow in pairs:
+        stats = fast.stats
         rates = [done.stats.tokens_per_second or 0.0 for done in (fast, slow)]
         table.add_row(
             f"{prompt[:24]}…",
-            f"{fast.stats.accepted_length or 0:.2f}",
+            f"{stats.accepted_length:.2f}" if stats.accepted_length else "none drafted",
+            f"{mean(stats.verification_lengths):.1f}" if stats.verification_lengths else "",
             *(f"{rate:.1f}" for rate in rates),
             f"{rates[0] / rates[1]:.2f} x" if rates[1] else "",
         )
@@ -141,7 +174,7 @@ def _speed_table(drafted: Run, alone: Run) -> Table:
 
 
 def _stage_table(drafted: Run, alone: Run) -> Table:
-    table = Table("where the time went", "ms a token", "target alone")
+    table = Table("where the time went", "ms a token", "alone")
     tokens = sum(done.stats.output_tokens for done in alone.completions)
     for stage, seconds in drafted.stage_seconds.items():
         each = seconds, alone.stage_seconds[stage]
