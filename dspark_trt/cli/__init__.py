@@ -15,6 +15,7 @@ _COMMANDS = {
     "export": "export",
     "check": "check",
     "generate": "generate",
+    "profile": "profile",
     "calibrate": "calibrate",
     "simulate": "simulate",
     "attach-verify": "attach_verify",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dspark_trt.cli.output import console, print_json
+from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ def command(
         Path | None,
         typer.Option(help="Recorded rounds (.npz, docs/calibration.md).", show_default=False),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Without --traces: prompts to answer, one a line; default: shipped ones.",
+            show_default=False,
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Of those answers.")] = 1.0,
     method: Annotated[
         str,
         typer.Option(help="sts (temperatures), affine (slope and offset), auto (the better)."),
@@ -46,7 +54,9 @@ def command(
     if bins < 2:
         raise RequestError(f"--bins must be at least 2, got {bins}")
     loaded = load_bundle(bundle, verify_hashes=False)
-    rounds, estimator = _with_logits(loaded, _read_or_collect(loaded, traces))
+    rounds, estimator = _with_logits(
+        loaded, _read_or_collect(loaded, traces, prompts, temperature)
+    )
     calibration = fit_calibration(rounds, method=Method(method), bins=bins)
     if estimator is not None:
         calibration = calibration.with_estimator(estimator)
@@ -66,14 +76,14 @@ def command(
         console.print(f"written: {written}", highlight=False, soft_wrap=True)
 
 
-def _read_or_collect(bundle: "Bundle", traces: Path | None) -> "Traces":
-    """Rounds to fit on, from a file; the one place where they could also come from the engine."""
+def _read_or_collect(
+    bundle: "Bundle", traces: Path | None, prompts: Path | None, temperature: float
+) -> "Traces":
+    """Rounds to fit on: from a file, or from prompts that the engine answers now."""
     from dspark_trt.runtime.traces import load_traces
 
     if traces is None:
-        raise RequestError(
-            "calibrate needs recorded rounds: dspark-trt calibrate BUNDLE --traces FILE"
-        )
+        return _collect(bundle, prompts, temperature)
     rounds = load_traces(traces)
     if rounds.gamma != bundle.draft.gamma:
         raise RequestError(
@@ -81,6 +91,43 @@ def _read_or_collect(bundle: "Bundle", traces: Path | None) -> "Traces":
             f"{bundle.draft.gamma}. Record them with this bundle"
         )
     return rounds
+
+
+def _collect(bundle: "Bundle", file: Path | None, temperature: float) -> "Traces":
+    from dspark_trt.runtime.engine import Engine, EngineOptions
+    from dspark_trt.runtime.shipped_prompts import PROMPTS
+    from dspark_trt.runtime.text import TextCodec
+    from dspark_trt.runtime.trace_collection import Prompt, collect_traces
+
+    codec = TextCodec(bundle)
+    texts = [(text, domain) for domain, listed in PROMPTS.items() for text in listed]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"prompts file {file} cannot be read: {error}") from error
+        texts = [(line, "all") for line in lines if line.strip()]
+
+    def encode(text: str) -> tuple[int, ...]:
+        if codec.has_chat_template:
+            return codec.encode_chat([{"role": "user", "content": text}])
+        return codec.encode(text)
+
+    options = EngineOptions(max_batch=8)
+    scheduler = f"fixed:{bundle.draft.gamma}"
+    with (
+        Engine.load(bundle, options=options, scheduler=scheduler) as engine,
+        err_console.status("collecting rounds") as status,
+    ):
+        return collect_traces(
+            engine,
+            [Prompt(encode(text), domain) for text, domain in texts],
+            temperature=temperature,
+            samples=2 if temperature > 0 else 1,
+            progress=lambda done, of: status.update(
+                f"collecting rounds: {done} of {of} answers"
+            ),
+        )
 
 
 def _with_logits(bundle: "Bundle", rounds: "Traces") -> "tuple[Traces, Any]":

@@ -54,6 +54,15 @@ def command(
         int | None, typer.Option(help="CPU threads; default: all usable.")
     ] = None,
     backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    scheduler: Annotated[
+        str, typer.Option(help="auto, fixed:K, threshold:C, algorithm1 or async.")
+    ] = "auto",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record rounds here (.npz, docs/calibration.md).", show_default=False
+        ),
+    ] = None,
     show: Annotated[
         bool, typer.Option(help="Colour tokens: drafted green, bonus cyan, corrected yellow.")
     ] = False,
@@ -65,6 +74,7 @@ def command(
     from dspark_trt.runtime.engine import Engine, EngineOptions
     from dspark_trt.runtime.request import Request, SamplingParams
     from dspark_trt.runtime.text import TextCodec
+    from dspark_trt.runtime.trace_recorder import TraceRecorder
 
     loaded = load_bundle(bundle)
     codec = TextCodec(loaded) if TextCodec.is_available(loaded) else None
@@ -88,16 +98,27 @@ def command(
         backend=backend,
         backend_options=BackendOptions(threads=threads),
         options=EngineOptions(max_batch=max_batch, max_tokens_per_step=max(512, max_batch)),
+        scheduler=scheduler,
     ) as engine:
+        recorder = TraceRecorder(engine.gamma)
+        if trace is not None:
+            engine.observers.append(recorder.observe)
         started = time.perf_counter()
         if json:
             completions = engine.generate(requests)
-            print_json(
-                [_record(codec, *each) for each in zip(prompts, completions, strict=True)]
-            )
-            return
-        completions = _print_answers(engine, codec, prompts, requests, show)
-        _print_summary(completions, time.perf_counter() - started)
+        else:
+            completions = _print_answers(engine, codec, prompts, requests, show)
+        seconds = time.perf_counter() - started
+        notes = engine.status()["notes"]
+    if trace is not None:
+        recorder.traces().save(trace)
+    if json:
+        print_json([_record(codec, *each) for each in zip(prompts, completions, strict=True)])
+        return
+    _print_summary(completions, seconds)
+    if not no_speculation:
+        for note in notes:
+            err_console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _prompts(
@@ -179,6 +200,7 @@ def _record(
         "accepted_length": stats.accepted_length,
         "accepted_lengths": list(stats.accepted_lengths),
         "verification_lengths": list(stats.verification_lengths),
+        "reasons": dict(stats.reasons),
         "tokens_per_second": stats.tokens_per_second,
         "seconds": stats.seconds,
         "token_kinds": [kind.value for kind in done.kinds],
