@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What live rounds teach: a logit offset per request, and drift of the whole fleet.
+"""What live rounds teach: a logit offset per request, one per position for all, and drift.
 
-A request's offset b ~ N(0, variance) is a random effect on top of the fitted calibration; after each
-round, or after several together, it takes one Newton step on the outcomes seen. It is applied to *later*
+Offsets b ~ N(0, variance) are random effects on top of the fitted calibration; after each round, or
+after several together, they take one Newton step on the outcomes seen. They are applied to *later*
 rounds, so whether a token is verified never depends on the round that proposes it (paper, section 3.2.2).
 
 Legend: R requests of a round, M outcomes (requests × rounds), K = γ drafted tokens, S slots.
@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from dspark_trt.runtime.calibration import Calibration, sigmoid
 
 Floats = NDArray[np.float64]
+
+
+# A head is trained and calibrated for sampling; greedy decoding accepts other drafts, by about a logit.
+COMMON_VARIANCE = 0.25
 
 
 class RequestOffsets(NamedTuple):
@@ -35,14 +39,43 @@ class RequestOffsets(NamedTuple):
         return RequestOffsets(offset, evidence)
 
 
+class CommonOffsets(NamedTuple):
+    """What earlier rounds of all requests say about each position, sampled and greedy requests apart."""
+
+    offset: Floats  # [2, K] added to calibrated logits
+    evidence: Floats  # [2, K] decayed Σ c(1 − c)
+    memory: float = 0.999  # weight a round keeps at the next
+
+    @classmethod
+    def empty(cls, gamma: int) -> "CommonOffsets":
+        return cls(np.zeros((2, gamma)), np.zeros((2, gamma)))
+
+    def updated(
+        self,
+        greedy: NDArray[np.bool_],  # [M]
+        confidence: Floats,  # [M, K]
+        verified: ArrayLike,  # [M]
+        accepted: ArrayLike,  # [M]
+        rounds: int = 1,
+    ) -> "CommonOffsets":
+        """The offsets after ``rounds`` rounds."""
+        surprise, information = _outcomes(confidence, verified, accepted)
+        kind = np.stack([~greedy, greedy]).astype(np.float64)  # [2, M]
+        evidence = self.memory**rounds * self.evidence + kind @ information
+        step = (kind @ surprise) / (1.0 / COMMON_VARIANCE + evidence)
+        return CommonOffsets(self.offset + step, evidence, self.memory)
+
+
 def corrected_confidence(
     calibration: Calibration,
     raw: ArrayLike,  # [R, K] confidence logits
     offsets: RequestOffsets,
     slots: ArrayLike,  # [R]
+    common: Floats | None = None,  # [R, K] rows of ``CommonOffsets.offset``
 ) -> Floats:  # [R, K]
-    """Calibrated conditional confidences with each request's offset from its earlier rounds."""
-    return sigmoid(calibration.logits(raw) + offsets.offset[np.asarray(slots)][:, None])
+    """Calibrated conditional confidences, corrected by what earlier rounds taught."""
+    logits = calibration.logits(raw) + offsets.offset[np.asarray(slots)][:, None]
+    return sigmoid(logits if common is None else logits + common)
 
 
 def updated(

@@ -23,6 +23,7 @@ from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.estimator import Estimator, draft_probabilities
 from dspark_trt.runtime.online_calibration import (
+    CommonOffsets,
     Drift,
     RequestOffsets,
     corrected_confidence,
@@ -54,7 +55,7 @@ class DraftedRequests(NamedTuple):
     drafted: Bools  # [R]
     limits: Ints  # [R] most drafts to verify; 0 where not drafted
     temperature: NDArray[np.float32]  # [R]
-    context_tokens: Ints  # [R]
+    context_tokens: Ints  # [R] rows that attention pays for
 
 
 class PlannedRound(NamedTuple):
@@ -62,6 +63,7 @@ class PlannedRound(NamedTuple):
     reason: str
     confidence: Floats | None  # [D, K] calibrated; None: nobody asked for it
     logits: NDArray[np.floating] | None  # [D, K] raw, where nobody asked for more
+    greedy: Bools | None = None  # [D]
 
 
 class _Outcome(NamedTuple):
@@ -95,6 +97,7 @@ class Planner:
         )  # what drafting costs must be known
         self._accounts = Bypass().start(slots)
         self._offsets = RequestOffsets.empty(slots)
+        self._common = CommonOffsets.empty(calibration.gamma)
         self._history = ConfidenceHistory()
         self._drift = Drift.empty(calibration.gamma)
         self._slots = np.zeros(0, np.int64)  # whose rounds wait to be learned from
@@ -177,8 +180,15 @@ class Planner:
             )
         slots = _of(requests.slots, requests.drafted)
         logits = self._confidence_logits(draft, own, requests)
-        confidence = corrected_confidence(self.calibration, logits, self._offsets, slots)
-        return self._planned(requests, confidence)
+        greedy = _of(requests.temperature, requests.drafted) == 0
+        confidence = corrected_confidence(
+            self.calibration,
+            logits,
+            self._offsets,
+            slots,
+            self._common.offset[greedy.astype(int)],
+        )
+        return self._planned(requests, confidence)._replace(greedy=greedy)
 
     def _confidence_logits(
         self, draft: DraftOutput, rows: Ints, requests: DraftedRequests
@@ -251,16 +261,20 @@ class Planner:
                 self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
             )
             self._is_settled = self._bypass.is_settled(self._accounts, self._slots)
-        if not self._is_fixed:
-            self._offsets = updated(
-                self._offsets,
-                np.broadcast_to(self._slots, drafted.shape)[drafted],
-                np.concatenate([self._confidence_of(each) for each in rounds]),
-                lengths[drafted],
-                accepted[drafted],
-                self.calibration.request_variance,
-            )
+        if all(each.planned.greedy is not None for each in rounds):
+            self._correct(rounds, drafted, lengths[drafted], accepted[drafted])
         self._unlearned = []
+
+    def _correct(
+        self, rounds: list[_Outcome], drafted: Bools, lengths: Ints, accepted: Ints
+    ) -> None:
+        """Offsets of requests and positions, from outcomes [M] of ``drafted`` [n, R]."""
+        confidence = np.concatenate([self._confidence_of(each) for each in rounds])
+        slots = np.broadcast_to(self._slots, drafted.shape)[drafted]
+        greedy = np.concatenate([each.planned.greedy for each in rounds])
+        variance = self.calibration.request_variance
+        self._offsets = updated(self._offsets, slots, confidence, lengths, accepted, variance)
+        self._common = self._common.updated(greedy, confidence, lengths, accepted, len(rounds))
 
     def _drifted(self) -> Drift:
         """The drift with what is not yet learned."""

@@ -20,7 +20,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import BackendError, RequestError
 from dspark_trt.runtime.backends import Backend
-from dspark_trt.runtime.backends.interface import CacheRows, TargetModel, TargetOutput
+from dspark_trt.runtime.backends.interface import (
+    CacheRows,
+    PaysCapacity,
+    TargetModel,
+    TargetOutput,
+)
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import cost_origin
 from dspark_trt.runtime.ragged import RaggedRows
@@ -102,24 +107,27 @@ def profile(
         max_tokens_per_step=most * (2 + plan.lengths[-1]),
         prefix_cache_bytes=1 << 30,  # one prompt, which all requests share
     )
-    samples: dict[tuple[int, int], _Samples] = {}
+    samples: list[_Samples] = []
     checks: list[_Check] = []
+    paid: list[int] = []  # context rows, by context
     done, total = 0, len(plan.context_tokens) * (_TURNS * len(plan.requests) + 1)
     with Engine(backend, options, scheduler=Fixed(0), target=counted) as engine:
         bench = _Bench(engine, counted, plan, _clock(backend))
         for context in plan.context_tokens:  # from short to long: caches grow and never shrink
+            paid.append(bench.open(context))
+            own = [_Samples(plan, requests) for requests in plan.requests]
             for turn in range(_TURNS):
-                for requests in plan.requests:
-                    own = samples.setdefault((context, requests), _Samples(plan, requests))
-                    bench.measure(context, requests, own, is_first=turn == 0)
+                for load in own:
+                    bench.measure(load, is_first=turn == 0)
                     done += 1
                     if progress is not None:
                         progress(done, total)
-            checks += [bench.check(context) for _ in range(_CHECKS)]
+            checks += [bench.check(paid[-1]) for _ in range(_CHECKS)]
+            samples += own
             done += 1
             if progress is not None:
                 progress(done, total)
-    costs = _grid(plan, list(samples.values()), cost_origin(backend, target))
+    costs = _grid(plan, paid, samples, cost_origin(backend, target))
     errors = np.array([check.predicted(costs) / check.seconds - 1 for check in checks])
     return Profile(costs.require_informative(), errors)
 
@@ -128,6 +136,7 @@ class _Samples:
     """Seconds of the rounds of one load."""
 
     def __init__(self, plan: ProfilePlan, requests: int) -> None:
+        self.requests = requests
         self.blocks = [np.full(requests, length) for length in plan.lengths]
         self.blocks.append(_uneven(requests, plan.lengths[-1]))
         self.drafted: list[list[float]] = [[] for _ in self.blocks]
@@ -155,7 +164,9 @@ class _Check(NamedTuple):
         )
 
 
-def _grid(plan: ProfilePlan, samples: list[_Samples], origin: dict[str, str]) -> RoundCosts:
+def _grid(
+    plan: ProfilePlan, paid: list[int], samples: list[_Samples], origin: dict[str, str]
+) -> RoundCosts:
     shape = (len(plan.context_tokens), len(plan.requests))
     medians = [[median(seconds) for seconds in each.drafted] for each in samples]
     rounds = np.reshape(medians, (*shape, -1))  # [c, m, n + 1]
@@ -170,7 +181,7 @@ def _grid(plan: ProfilePlan, samples: list[_Samples], origin: dict[str, str]) ->
         plan.lengths,
         drafted - draft[..., None],
         draft,
-        context_tokens=plan.context_tokens,
+        context_tokens=paid,
         row_seconds=row,
         origin=origin,
     )
@@ -239,36 +250,41 @@ class _Bench:
         )
         self._random = np.random.default_rng(0)
 
-    def measure(
-        self, context: int, requests: int, samples: _Samples, *, is_first: bool
-    ) -> None:
+    def open(self, context: int) -> int:
+        """Make room for a context; returns the rows that attention pays for from now on."""
+        self._context, self._running = context, self._stopped()
+        self._target.reserve(context + 4 * (self._engine.gamma + 1))
+        inner = self._target.inner
+        return inner.capacity_rows if isinstance(inner, PaysCapacity) else context
+
+    def measure(self, samples: _Samples, *, is_first: bool) -> None:
         """A turn of one load."""
         least, spent = -(-self._plan.rounds // _TURNS), 0.0
         repeat = -1  # the first warms up, and checks
         while repeat < least or spent < self._plan.seconds / _TURNS:
             for index in self._random.permutation(len(samples.blocks)):
-                self._keep_running(context, requests)
+                self._keep_running(samples.requests)
                 self._target.is_checking = is_first and repeat < 0
                 seconds = self._round(samples.blocks[index])
                 if repeat >= 0:
                     samples.drafted[index].append(seconds)
                     spent += seconds
-            self._keep_running(context, requests)
+            self._keep_running(samples.requests)
             seconds = self._plain_round()
             if repeat >= 0:
                 samples.plain.append(seconds)
             repeat += 1
 
-    def check(self, context: int) -> _Check:
+    def check(self, paid: int) -> _Check:
         """Rounds of a number of requests and of lengths drawn at random."""
         requests = int(self._random.integers(1, self._plan.requests[-1], endpoint=True))
         draws = self._random.geometric(self._random.uniform(0.2, 0.8), requests) - 1
         lengths = np.minimum(draws, self._plan.lengths[-1])
         seconds = []
         for _ in range(self._plan.rounds + 1):
-            self._keep_running(context, requests)
+            self._keep_running(requests)
             seconds.append(self._round(lengths))
-        return _Check(context, lengths, median(seconds[1:]))
+        return _Check(paid, lengths, median(seconds[1:]))
 
     def _round(self, lengths: Ints) -> float:
         self._engine.planner.scheduler = _Exactly(lengths)
@@ -294,16 +310,18 @@ class _Bench:
         self._longest += int(self._reports[-1].committed.max())
         return seconds
 
-    def _keep_running(self, context: int, requests: int) -> None:
-        """``requests`` decoding near ``context``: new ones where they have gone past it."""
-        room = 2 * (self._engine.gamma + 1)
-        is_near = self._place == context and self._longest < context + room
-        if len(self._running) == requests and is_near:
-            return
+    def _stopped(self) -> list[int]:
         for request_id in self._running:
             self._engine.abort(request_id)
             self._engine.discard(request_id)
-        self._place, self._longest = context, max(context - room, 1)
+        return []
+
+    def _keep_running(self, requests: int) -> None:
+        """``requests`` decoding near the context: new ones where they have gone past it."""
+        room = 2 * (self._engine.gamma + 1)
+        if len(self._running) == requests and self._longest < self._context + room:
+            return
+        self._running, self._longest = self._stopped(), max(self._context - room, 1)
         vocab = self._engine.bundle.draft.decoder.vocab_size
         request = Request(
             prompt_ids=tuple((np.arange(self._longest) % vocab).tolist()),
@@ -331,7 +349,7 @@ class _CountedTarget:
     """The target, its output rows counted; while ``is_checking``, what it leaves unwritten is refused."""
 
     def __init__(self, target: TargetModel) -> None:
-        self._target = target
+        self.inner = target
         self._last: TargetOutput | None = None
         self.rows = 0
         self.is_checking = False
@@ -341,7 +359,7 @@ class _CountedTarget:
             self._last.logits[...] = (
                 np.nan
             )  # the next step writes into the same buffer, if into any
-        output = self._target.step(rows)
+        output = self.inner.step(rows)
         self._last, self.rows = output, len(output.logits)
         if self.is_checking and not np.isfinite(output.logits).all():
             raise BackendError(
@@ -350,16 +368,16 @@ class _CountedTarget:
         return output
 
     def reserve(self, context_tokens: int) -> None:
-        self._target.reserve(context_tokens)
+        self.inner.reserve(context_tokens)
 
     def swap_rows(self, first: int, second: int) -> None:
-        self._target.swap_rows(first, second)
+        self.inner.swap_rows(first, second)
 
     def read_rows(self, row: int, count: int) -> CacheRows:
-        return self._target.read_rows(row, count)
+        return self.inner.read_rows(row, count)
 
     def write_rows(self, row: int, saved: CacheRows) -> None:
-        self._target.write_rows(row, saved)
+        self.inner.write_rows(row, saved)
 
     def close(self) -> None:
-        self._target.close()
+        self.inner.close()

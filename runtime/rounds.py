@@ -20,6 +20,7 @@ from dspark_trt.runtime.backends.interface import (
     DraftInputs,
     DraftModel,
     DraftOutput,
+    PaysCapacity,
     Processors,
     TargetModel,
     TargetOutput,
@@ -216,7 +217,7 @@ class Rounds:
                 self.active[row].finish(FinishReason.ERROR, str(error))
         if planned is not None:
             own = np.flatnonzero(decoding)
-            context = self.table.target_len[own]
+            context = self._paid_context(own)
             self.planner.learn(planned, drafted[own], lengths[own], accepted[own], context)
         self._count_reasons(decoding, drafted, planned)
         stages.end("commit")
@@ -235,6 +236,12 @@ class Rounds:
             undrafted_reason=self.planner.undrafted_reason,
             seconds=stages.seconds,
         )
+
+    def _paid_context(self, rows: Ints) -> Ints:
+        """Context rows that a step's attention costs for each request."""
+        if isinstance(self.target, PaysCapacity):
+            return np.full(len(rows), self.target.capacity_rows)
+        return self.table.target_len[rows]
 
     def _count_reasons(
         self, decoding: Bools, drafted: Bools, planned: PlannedRound | None
@@ -295,7 +302,7 @@ class Rounds:
                 drafted=drafted,
                 limits=most * drafted,
                 temperature=self.table.temperature[rows],
-                context_tokens=self.table.target_len[rows],
+                context_tokens=self._paid_context(rows),
             ),
             draft.output,
         )

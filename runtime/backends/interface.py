@@ -6,7 +6,7 @@ Results are views of static buffers: they last until the next call of the same m
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,14 @@ class DraftModel(CachedModel, Protocol):
 
 class TargetModel(CachedModel, Protocol):
     def step(self, rows: RaggedRows) -> TargetOutput: ...
+
+
+@runtime_checkable
+class PaysCapacity(Protocol):
+    """A model whose attention costs by the rows its caches have, not by those that are valid."""
+
+    @property
+    def capacity_rows(self) -> int: ...
 
 
 class Verifier(Protocol):

@@ -202,6 +202,10 @@ class OrtTargetModel:
         self._logits = np.empty((0, self._vocab), np.float32)
         self._taps = np.empty((0, self._tap_size), np.float32)
 
+    @property
+    def capacity_rows(self) -> int:
+        return self._cached.caches.capacity_rows
+
     def reserve(self, context_tokens: int) -> None:
         self._cached.caches.reserve(context_tokens)
 
