@@ -333,8 +333,7 @@ def smollm2(shared_folder: Path) -> Bundle:
     path = shared_folder / "bundle-smollm2"
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            export = Measured("export", "--draft", DRAFTER, "--target", PREPARED, "-o", path)
-            assert export.peak_bytes <= 2e9
+            Measured("export", "--draft", DRAFTER, "--target", PREPARED, "-o", path)
     return load_bundle(path, verify_hashes=False)
 
 
