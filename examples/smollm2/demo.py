@@ -165,7 +165,7 @@ def _speed_table(drafted: Run, alone: Run) -> Table:
         rates = [done.stats.tokens_per_second or 0.0 for done in (fast, slow)]
         table.add_row(
             f"{prompt[:20]}…",
-            f"{stats.accepted_length:.2f}" if stats.accepted_length else "none drafted",
+            f"{stats.accepted_length:.2f}" if stats.accepted_length else "–",
             f"{mean(stats.verification_lengths):.1f}" if stats.verification_lengths else "",
             *(f"{rate:.1f}" for rate in rates),
             f"{rates[0] / rates[1]:.2f} x" if rates[1] else "",
