@@ -55,6 +55,8 @@ def open_session(path: Path, options: BackendOptions) -> Any:
         )
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = options.threads or 0  # 0: onnxruntime's own choice
+    # Drafter and target take turns: a pool that spins while it waits takes the other one's processors.
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 2  # warnings: a copied cache must be seen
     try:
         return ort.InferenceSession(str(path), settings, providers=list(options.providers))
