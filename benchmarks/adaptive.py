@@ -4,10 +4,11 @@
     dspark-trt profile BUNDLE && dspark-trt calibrate BUNDLE
     python benchmarks/adaptive.py BUNDLE [--random-drafter] [--temperature 1]
 
-For each number of concurrent requests and each kind of prompt all arms take turns, in another order every
-time; an arm's figure is the median over turns of its speed relative to the turn's mean. The table gives the
-adaptive arms against the best fixed length, chosen afterwards, and against plain decoding (fixed-0). With
-one thread on a CPU its own time is taken, so that other processes do not count. The last line is JSON.
+So many requests decode side by side from the first round to the last; prompts are read before. All arms
+take turns, in another order every time; an arm's figure is the median over turns of its speed relative to
+the turn's mean. The table gives the adaptive arms against the best fixed length, chosen afterwards, and
+against plain decoding (fixed:0). With one thread on a CPU its own time is taken, so that other processes do
+not count. The last line is JSON.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +33,14 @@ from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name
 from dspark_trt.runtime.request import Request, SamplingParams
+from dspark_trt.runtime.rounds import RoundReport
 from dspark_trt.runtime.scheduling import bundled_costs
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "tests" / "data" / "golden" / "official_tau.json"
 ADAPTIVE = ("async", "algorithm1")
+_LONGEST = 200  # prompt tokens that set the capacity of the caches
+_LEAST = 4  # requests of a turn
 
 
 def main() -> None:
@@ -108,11 +113,18 @@ def compare(
         for name in names
     }
     order = np.random.default_rng(0)
+    for engine in arms.values():  # attention pays for what caches hold: the same for all
+        engine.generate([request(tuple(range(_LONGEST)), args, 0)])
     speeds: dict[str, list[float]] = {name: [] for name in names}
-    batches = requests(prompts, concurrent, args)
     for repeat in range(args.repeats + 1):
-        batch = next(batches)
-        turn = {name: speed(arms[name], batch, clock) for name in order.permutation(names)}
+        batches = [
+            [request(prompts[(n + i) % len(prompts)], args, n + i) for i in range(concurrent)]
+            for n in range(7 * repeat, 7 * repeat + max(1, _LEAST // concurrent))
+        ]
+        turn = {
+            name: speed(arms[name], batches, args.new_tokens, clock)
+            for name in order.permutation(names)
+        }
         if repeat:  # the first warms caches up, and the adaptive arms get to know the drafter
             for name, value in turn.items():
                 speeds[name].append(value)
@@ -135,32 +147,40 @@ def compare(
     }
 
 
-def requests(
-    prompts: list[tuple[int, ...]], concurrent: int, args: argparse.Namespace
-) -> Iterator[list[Request]]:
-    """Batch after batch, several times as many requests as run at once: a free place is taken at once."""
-    count, start = 3 * concurrent if concurrent > 1 else 6, 0
-    while True:
-        yield [
-            Request(
-                prompt_ids=prompts[n % len(prompts)],
-                params=SamplingParams(
-                    temperature=args.temperature,
-                    max_new_tokens=args.new_tokens,
-                    seed=n,
-                    ignore_eos=True,
-                ),
-            )
-            for n in range(start, start + count)
-        ]
-        start += count
+def request(prompt: tuple[int, ...], args: argparse.Namespace, seed: int) -> Request:
+    params = SamplingParams(
+        temperature=args.temperature, max_new_tokens=1 << 20, seed=seed, ignore_eos=True
+    )
+    if len(prompt) == _LONGEST:
+        params = replace(params, max_new_tokens=2)
+    return Request(prompt_ids=prompt, params=params)
 
 
-def speed(engine: Engine, batch: list[Request], clock: Callable[[], float]) -> float:
-    """Tokens a second."""
-    started = clock()
-    done = engine.generate(batch)
-    return sum(len(each.token_ids) for each in done) / (clock() - started)
+def speed(
+    engine: Engine, batches: list[list[Request]], new_tokens: int, clock: Callable[[], float]
+) -> float:
+    """Tokens a second of all requests together, from when all decode until they have ``new_tokens`` on average."""
+    reports: list[RoundReport] = []
+    engine.observers.append(reports.append)
+    tokens, seconds = 0, 0.0
+    for batch in batches:
+        ids = [engine.submit(each) for each in batch]
+        reports.clear()
+        while not reports or not (
+            len(reports[-1].decoding) == len(ids) and reports[-1].decoding.all()
+        ):
+            engine.step()
+        wanted = tokens + new_tokens * len(ids)
+        while tokens < wanted:
+            started = clock()
+            engine.step()
+            seconds += clock() - started
+            tokens += int(reports[-1].committed.sum())
+        for request_id in ids:
+            engine.abort(request_id)
+            engine.discard(request_id)
+    engine.observers.pop()
+    return tokens / seconds
 
 
 def print_row(row: dict[str, object], *, is_first: bool) -> None:

@@ -81,12 +81,10 @@ class Bypass:
         shared = _shared_column(state, np.asarray(slots).size)
         return int(np.ceil(state.wait[shared])) if state.stopped[shared] else 0
 
-    def is_settled(self, state: BypassState, slots: ArrayLike) -> bool:
-        """Whether ``slots`` draft at a load that is known, so that a few rounds more tell little."""
-        rows = np.asarray(slots, dtype=np.int64)
-        shared = _shared_column(state, rows.size)
-        stopped = state.stopped[shared] or state.stopped[rows].any()
-        return bool(state.rounds[shared] >= 2 * self.trust_rounds and not stopped)
+    def knows(self, state: BypassState, requests: int) -> bool:
+        """Whether drafting pays at this load, and has for some rounds: one more tells little."""
+        shared = _shared_column(state, requests)
+        return bool(state.rounds[shared] >= 2 * self.trust_rounds and not state.stopped[shared])
 
     def rested(self, state: BypassState, slots: ArrayLike, rounds: int) -> BypassState:
         """The accounts after ``rounds`` in which none of ``slots`` drafted."""

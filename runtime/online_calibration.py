@@ -71,11 +71,9 @@ def corrected_confidence(
     raw: ArrayLike,  # [R, K] confidence logits
     offsets: RequestOffsets,
     slots: ArrayLike,  # [R]
-    common: Floats | None = None,  # [R, K] rows of ``CommonOffsets.offset``
 ) -> Floats:  # [R, K]
-    """Calibrated conditional confidences, corrected by what earlier rounds taught."""
-    logits = calibration.logits(raw) + offsets.offset[np.asarray(slots)][:, None]
-    return sigmoid(logits if common is None else logits + common)
+    """Calibrated conditional confidences with each request's offset from its earlier rounds."""
+    return sigmoid(calibration.logits(raw) + offsets.offset[np.asarray(slots)][:, None])
 
 
 def updated(

@@ -11,7 +11,7 @@ while it is unknown whether drafting pays, and some together afterwards.
 Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ drafted tokens, V vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from dspark_trt.runtime.backends.interface import DraftOutput
 from dspark_trt.runtime.break_even import plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
-from dspark_trt.runtime.calibration import Calibration
+from dspark_trt.runtime.calibration import Calibration, sigmoid
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.estimator import Estimator, draft_probabilities
 from dspark_trt.runtime.online_calibration import (
     CommonOffsets,
     Drift,
     RequestOffsets,
-    corrected_confidence,
     updated,
 )
 from dspark_trt.runtime.scheduler import (
@@ -34,6 +33,7 @@ from dspark_trt.runtime.scheduler import (
     Asynchronous,
     ConfidenceHistory,
     Fixed,
+    Plan,
     Scheduler,
 )
 
@@ -63,7 +63,6 @@ class PlannedRound(NamedTuple):
     reason: str
     confidence: Floats | None  # [D, K] calibrated; None: nobody asked for it
     logits: NDArray[np.floating] | None  # [D, K] raw, where nobody asked for more
-    greedy: Bools | None = None  # [D]
 
 
 class _Outcome(NamedTuple):
@@ -98,12 +97,16 @@ class Planner:
         self._accounts = Bypass().start(slots)
         self._offsets = RequestOffsets.empty(slots)
         self._common = CommonOffsets.empty(calibration.gamma)
+        self._greedy = np.zeros(slots, np.bool_)
+        self._correction = self._new_correction()
         self._history = ConfidenceHistory()
         self._drift = Drift.empty(calibration.gamma)
         self._slots = np.zeros(0, np.int64)  # whose rounds wait to be learned from
         self._unlearned: list[_Outcome] = []
         self._rest = self._rested = 0  # rounds without drafts: still to come, not yet accounted
-        self._is_settled = self._bypass is None  # nothing is to be found out soon
+        self._is_known = True  # whether drafting pays at this load
+        self._stopped = np.zeros(0, np.bool_)  # [R] whose drafting does not
+        self._some_stopped = False
         self._patience = _TOGETHER if self._bypass or not self._is_fixed else _FIXED_TOGETHER
 
     @property
@@ -141,12 +144,14 @@ class Planner:
             "rounds_to_next_probe": max(rest - self._rested, 0),
         }
 
-    def joined(self, slot: int) -> None:
+    def joined(self, slot: int, *, greedy: bool) -> None:
         """A new request has ``slot``: nothing is known about it."""
         self._learn()
         if self._bypass is not None:
             self._accounts = self._bypass.joined(self._accounts, [slot])
         self._offsets = self._offsets.released([slot])
+        self._greedy[slot] = greedy
+        self._correction = self._new_correction()
 
     def drafting(self, slots: Ints) -> Bools:  # [R] -> [R]
         """Whose drafting may pay this round."""
@@ -154,8 +159,8 @@ class Planner:
             self._learn()
             self._account_for_rest()
             self._slots, self._rest = slots, 0
-            self._is_settled = self._bypass is None
-        if self._is_settled or self._bypass is None:
+            self._look_up_accounts()
+        if self._bypass is None or (self._is_known and not self._some_stopped):
             return np.full(len(slots), self._drafts)
         if self._rest == 0:
             self._account_for_rest()
@@ -168,54 +173,39 @@ class Planner:
 
     def plan(self, requests: DraftedRequests, draft: DraftOutput) -> PlannedRound:
         """Lengths of the requests, at most their limits."""
-        own = _of(requests.rows, requests.drafted)
+        rows, ids, slots = requests.rows, requests.ids, requests.slots
+        if not requests.drafted.all():
+            rows, ids, slots = (each[requests.drafted] for each in (rows, ids, slots))
+        scores = draft.confidence_logits
         if self._is_fixed:
             assert isinstance(self.scheduler, Fixed)
-            scores = draft.confidence_logits
-            return PlannedRound(
-                np.minimum(requests.limits, self.scheduler.k),
-                FIXED,
-                None,
-                None if scores is None else scores[own],
-            )
-        slots = _of(requests.slots, requests.drafted)
-        logits = self._confidence_logits(draft, own, requests)
-        greedy = _of(requests.temperature, requests.drafted) == 0
-        confidence = corrected_confidence(
-            self.calibration,
-            logits,
-            self._offsets,
-            slots,
-            self._common.offset[greedy.astype(int)],
-        )
-        return self._planned(requests, confidence)._replace(greedy=greedy)
-
-    def _confidence_logits(
-        self, draft: DraftOutput, rows: Ints, requests: DraftedRequests
-    ) -> NDArray[np.floating]:
-        """The head's, or the estimator's from the drafter's own probabilities, [D, K]."""
-        if draft.confidence_logits is not None:
-            return draft.confidence_logits[rows]
-        heat = _of(requests.temperature, requests.drafted)
-        return self._estimator.logits(
-            *draft_probabilities(draft.logits[rows], draft.tokens[rows], heat)
-        )
-
-    def _planned(self, requests: DraftedRequests, confidence: Floats) -> PlannedRound:
-        ids, limits = _of(requests.ids, requests.drafted), requests.limits
-        context = self._context(requests.context_tokens)
-        everyone = self._for_all(confidence, requests.drafted)
-        if isinstance(self.scheduler, Asynchronous):
-            stale = self._history.stale(ids)
-            if stale is not None:
-                stale = self._for_all(stale, requests.drafted)
-            plan = self.scheduler.decide(
-                everyone, stale=stale, limits=limits, context_tokens=context
-            )
-            self._history = self._history.push(ids, confidence)
-        else:
-            plan = self.scheduler.decide(everyone, limits=limits, context_tokens=context)
+            lengths = np.minimum(requests.limits, self.scheduler.k)
+            return PlannedRound(lengths, FIXED, None, None if scores is None else scores[rows])
+        logits = self._estimated(draft, rows, requests) if scores is None else scores[rows]
+        confidence = sigmoid(self.calibration.logits(logits) + self._correction[slots])
+        plan = self._decide(requests, ids, confidence)
         return PlannedRound(plan.lengths, plan.reason, confidence, None)
+
+    def _estimated(
+        self, draft: DraftOutput, rows: Ints, requests: DraftedRequests
+    ) -> Floats:  # [D, K]
+        """Confidence logits from the drafter's own probabilities."""
+        logits, tokens = draft.logits[rows], draft.tokens[rows]
+        temperature = requests.temperature[requests.drafted]
+        return self._estimator.logits(*draft_probabilities(logits, tokens, temperature))
+
+    def _decide(self, requests: DraftedRequests, ids: Ints, confidence: Floats) -> Plan:
+        limits, context = requests.limits, self._context(requests.context_tokens)
+        everyone = self._for_all(confidence, requests.drafted)
+        if not isinstance(self.scheduler, Asynchronous):
+            return self.scheduler.decide(everyone, limits=limits, context_tokens=context)
+        stale = self._history.stale(ids)
+        self._history = self._history.push(ids, confidence)
+        if stale is not None:
+            stale = self._for_all(stale, requests.drafted)
+        return self.scheduler.decide(
+            everyone, stale=stale, limits=limits, context_tokens=context
+        )
 
     def _context(self, tokens: Ints) -> float:  # [R]
         """The context length that costs are asked for."""
@@ -241,9 +231,9 @@ class Planner:
         """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
         self._unlearned.append(_Outcome(planned, drafted, lengths, accepted, context_tokens))
         rounds = len(self._unlearned)
-        if not self._is_settled or (
-            rounds >= self._patience and rounds * drafted.size >= 4 * self._patience
-        ):
+        is_probe = self._some_stopped and (drafted & self._stopped).any()
+        is_enough = rounds >= self._patience and rounds * drafted.size >= 4 * self._patience
+        if is_probe or is_enough or not self._is_known:
             self._learn()
 
     def _learn(self) -> None:
@@ -260,10 +250,16 @@ class Planner:
             self._accounts = self._bypass.updated(
                 self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
             )
-            self._is_settled = self._bypass.is_settled(self._accounts, self._slots)
-        if all(each.planned.greedy is not None for each in rounds):
+            self._look_up_accounts()
+        if all(each.planned.confidence is not None for each in rounds):
             self._correct(rounds, drafted, lengths[drafted], accepted[drafted])
         self._unlearned = []
+
+    def _look_up_accounts(self) -> None:
+        if self._bypass is not None:
+            self._is_known = self._bypass.knows(self._accounts, self._slots.size)
+            self._stopped = self._accounts.stopped[self._slots] > 0
+            self._some_stopped = bool(self._stopped.any())
 
     def _correct(
         self, rounds: list[_Outcome], drafted: Bools, lengths: Ints, accepted: Ints
@@ -271,10 +267,18 @@ class Planner:
         """Offsets of requests and positions, from outcomes [M] of ``drafted`` [n, R]."""
         confidence = np.concatenate([self._confidence_of(each) for each in rounds])
         slots = np.broadcast_to(self._slots, drafted.shape)[drafted]
-        greedy = np.concatenate([each.planned.greedy for each in rounds])
         variance = self.calibration.request_variance
         self._offsets = updated(self._offsets, slots, confidence, lengths, accepted, variance)
-        self._common = self._common.updated(greedy, confidence, lengths, accepted, len(rounds))
+        self._common = self._common.updated(
+            self._greedy[slots], confidence, lengths, accepted, len(rounds)
+        )
+        self._correction = self._new_correction()
+
+    def _new_correction(self) -> Floats:  # [S, K]
+        """What is added to the calibrated logits of each slot's request."""
+        return (
+            self._offsets.offset[:, None] + self._common.offset[self._greedy.astype(np.int64)]
+        )
 
     def _drifted(self) -> Drift:
         """The drift with what is not yet learned."""
@@ -302,8 +306,3 @@ class Planner:
         if self._bypass is not None and self._rested:
             self._accounts = self._bypass.rested(self._accounts, self._slots, self._rested)
             self._rested = 0
-
-
-def _of(values: NDArray[Any], drafted: Bools) -> NDArray[Any]:
-    """``values[drafted]``; nearly always, and for less, the values themselves."""
-    return values if drafted.all() else values[drafted]

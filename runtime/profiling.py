@@ -174,15 +174,15 @@ def _grid(
     drafted = np.apply_along_axis(monotone, 2, rounds[..., :-1])
     draft = np.maximum(drafted[..., 0] - plain, 0.0)
     longest = plan.lengths[-1]
-    left_out = [r * longest - int(_uneven(r, longest).sum()) for r in plan.requests]
-    row = np.maximum(drafted[..., -1] - rounds[..., -1], 0.0) / np.maximum(left_out, 1)
+    left_out = np.array([r * longest - _uneven(r, longest).sum() for r in plan.requests])
+    saved = np.maximum(drafted[..., -1] - rounds[..., -1], 0.0) * (left_out > 0)
     return RoundCosts(
         plan.requests,
         plan.lengths,
         drafted - draft[..., None],
         draft,
         context_tokens=paid,
-        row_seconds=row,
+        row_seconds=saved / np.maximum(left_out, 1),
         origin=origin,
     )
 

@@ -101,6 +101,7 @@ class Rounds:
         self.active: list[Sequence] = []  # position is cache row
         self.planner = planner
         self.drafter, self.target = drafter, target
+        self._capacity_of = target if isinstance(target, PaysCapacity) else None
         self.table = RowTable(rows=max_batch, gamma=planner.gamma, tap_size=tap_size)
         self._verifier = verifier
         self._window = window
@@ -120,9 +121,9 @@ class Rounds:
         row = len(self.active)
         self.active.append(sequence)
         sequence.slot = self._free_slots.pop()
-        self.planner.joined(sequence.slot)
+        self.planner.joined(sequence.slot, greedy=sequence.request.params.temperature == 0)
         self._window.joined(sequence.slot)
-        self.table.assign(row, sequence.request.params)
+        self.table.assign(row, sequence.id, sequence.slot, sequence.request.params)
         if self._processors is None and sequence.request.uses_processors:
             rows = len(self.table.anchor_ids)
             self._processors = ProcessorTable(rows=rows, vocab=self._vocab)
@@ -239,9 +240,9 @@ class Rounds:
 
     def _paid_context(self, rows: Ints) -> Ints:
         """Context rows that a step's attention costs for each request."""
-        if isinstance(self.target, PaysCapacity):
-            return np.full(len(rows), self.target.capacity_rows)
-        return self.table.target_len[rows]
+        if self._capacity_of is None:
+            return self.table.target_len[rows]
+        return np.full(len(rows), self._capacity_of.capacity_rows)
 
     def _count_reasons(
         self, decoding: Bools, drafted: Bools, planned: PlannedRound | None
@@ -259,11 +260,11 @@ class Rounds:
 
     def _draft(self, decoding: Bools) -> _Draft | None:
         """One draft step over the rows up to the last that drafts; None where nobody does."""
-        rows = np.flatnonzero(decoding)
         drafted = np.array([self._may_draft(s) for s in self.active[: len(decoding)]])
         if drafted.any():
-            slots = np.array([self.active[row].slot for row in rows])
-            drafted[rows] &= self.planner.drafting(slots)
+            drafted[decoding] &= self.planner.drafting(
+                self.table.slots[: len(decoding)][decoding]
+            )
         if not drafted.any():
             return None
         batch = int(drafted.nonzero()[0][-1]) + 1
@@ -297,8 +298,8 @@ class Rounds:
         planned = self.planner.plan(
             DraftedRequests(
                 rows=rows,
-                ids=np.array([self.active[row].id for row in rows]),
-                slots=np.array([self.active[row].slot for row in rows]),
+                ids=self.table.request_ids[rows],
+                slots=self.table.slots[rows],
                 drafted=drafted,
                 limits=most * drafted,
                 temperature=self.table.temperature[rows],

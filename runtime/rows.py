@@ -11,6 +11,8 @@ class RowTable:
     """Row r belongs to the r-th active request. Rows move only through `swap`."""
 
     def __init__(self, *, rows: int, gamma: int, tap_size: int) -> None:
+        self.request_ids = np.zeros(rows, np.int64)
+        self.slots = np.zeros(rows, np.int64)
         self.anchor_ids = np.zeros(rows, np.int64)
         self.new_taps = np.zeros(
             (rows, gamma + 1, tap_size), np.float32
@@ -25,8 +27,9 @@ class RowTable:
         self.draft_uniforms = np.zeros((rows, gamma), np.float32)
         self.verify_uniforms = np.zeros((rows, gamma + 1), np.float32)
 
-    def assign(self, row: int, params: SamplingParams) -> None:
+    def assign(self, row: int, request_id: int, slot: int, params: SamplingParams) -> None:
         """Start a request in a row: nothing of the previous owner remains visible."""
+        self.request_ids[row], self.slots[row] = request_id, slot
         self.anchor_ids[row] = 0
         self.new_len[row] = self.draft_len[row] = self.target_len[row] = 0
         self.temperature[row] = params.temperature

@@ -235,7 +235,10 @@ class Algorithm1(_CostAware):
         if self.table is None:
             return self._plan(offered, Budget(offered.available), "")
         seconds = self._seconds(offered, context_tokens, smooth=True)
-        admitted = self._first_descent(expected_tokens(offered) / seconds)
+        if len(offered.survival) == 1:
+            admitted = self._first_descent_of_one(offered.survival[0], seconds)
+        else:
+            admitted = self._first_descent(expected_tokens(offered) / seconds)
         budget = Budget(self._filled(offered, admitted))
         return self._plan(offered, budget, "throughput stops improving")
 
@@ -243,6 +246,20 @@ class Algorithm1(_CostAware):
         best_before = np.maximum.accumulate(throughput)[:-1]
         worse = throughput[1:] < best_before * (1 - self.min_gain)
         return int(worse.argmax()) if worse.any() else worse.size
+
+    def _first_descent_of_one(self, survival: Floats, seconds: Floats) -> int:
+        """The same for a single request, whose round may be over in a millisecond: a loop over a handful of
+        numbers costs less than arrays do.
+        """
+        cost = seconds.tolist()
+        tokens, best = 1.0, 1.0 / cost[0]
+        for n, value in enumerate(survival.tolist()[: len(cost) - 1]):
+            tokens += value
+            throughput = tokens / cost[n + 1]
+            if throughput < best * (1 - self.min_gain):
+                return n
+            best = max(best, throughput)
+        return len(cost) - 1
 
 
 @dataclass(frozen=True)

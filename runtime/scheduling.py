@@ -21,6 +21,8 @@ from dspark_trt.runtime.scheduler import (
 )
 
 AUTO = "auto"
+# Where nothing is launched ahead, a budget from the past has no advantage over this round's confidences.
+_SYNCHRONOUS = ("onnxruntime",)
 NAMES = "auto, fixed:K, threshold:C, algorithm1, async"
 
 
@@ -45,8 +47,9 @@ def choose_scheduling(
     """Resolve a name or take a scheduler as it is.
 
     Args:
-        choice: ``auto`` is ``async`` with a cost table that holds here, else every draft is verified;
-            ``fixed:K`` (0: never draft), ``threshold:C``, ``algorithm1``, ``async``; or a scheduler.
+        choice: ``auto`` weighs costs if there is a cost table that holds here, else every draft is
+            verified; ``fixed:K`` (0: never draft), ``threshold:C``, ``algorithm1``, ``async``; or a
+            scheduler.
         backend: what runs the bundle, in whose folder the cost table is looked for.
         costs: instead of the bundle's own.
         bypass: who stops drafting; named schedulers that weigh costs have one by default.
@@ -76,7 +79,8 @@ def choose_scheduling(
         costs, note = bundled_costs(backend, target)
     if costs is None and choice == AUTO:
         return Scheduling(Fixed(gamma), None, None, note)
-    scheduler = Algorithm1(costs) if choice == "algorithm1" else Asynchronous(costs)
+    is_early = choice == "algorithm1" or (choice == AUTO and backend.name in _SYNCHRONOUS)
+    scheduler = Algorithm1(costs) if is_early else Asynchronous(costs)
     return Scheduling(scheduler, costs, bypass or Bypass(), note)
 
 
