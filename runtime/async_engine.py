@@ -2,12 +2,12 @@
 """An engine with a thread of its own, for services: `asyncio` streams, blocking calls from any thread."""
 
 import asyncio
-import contextlib
 import logging
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, Self, TypeVar
 
 from dspark_trt.errors import DSparkError, EngineClosedError
 from dspark_trt.runtime.engine import Engine
@@ -15,27 +15,48 @@ from dspark_trt.runtime.request import Completion, Request, TokenEvent
 
 _log = logging.getLogger(__name__)
 
-Deliver = Callable[[TokenEvent], None]
+T = TypeVar("T")
+# The completion comes with a request's last event. Called by the engine's thread: must not block.
+Deliver = Callable[[TokenEvent, Completion | None], None]
 
 
 class AsyncEngine:
     """Owns an engine. Every public method may be called from any thread or event loop.
 
+    The engine is touched by its own thread alone; everyone else leaves it a note, read between two rounds.
     A consumer that stops reading costs memory for its own tokens only (`max_new_tokens` at most); one that
     goes away (task cancelled, iterator closed) aborts its request.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
-        self._door = threading.Lock()
-        self._callers = 0  # threads that want the lock between two rounds
+        self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._deliver: dict[int, Deliver] = {}
         self._is_closing = False
-        self._failure: BaseException | None = None
+        self._failure: DSparkError | None = None
+        self._stopping = threading.Lock()  # notes are left before the thread stops, or refused
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
         self._thread.start()
+
+    async def submit(self, requests: Sequence[Request]) -> "RequestGroup":
+        """Queue all of the requests or none of them.
+
+        Raises:
+            RequestError: the engine refuses one of them (see `Engine.submit`).
+            EngineClosedError: the engine is closed or its thread failed.
+        """
+        group = RequestGroup(self, asyncio.get_running_loop())
+        try:
+            group.request_ids = tuple(
+                await asyncio.wrap_future(
+                    self._leave(lambda: self._submit(requests, group._deliver, group._known))
+                )
+            )
+        except BaseException:
+            group.close()
+            raise
+        return group
 
     async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
         """Tokens as they are committed; the last event carries the finish reason.
@@ -44,23 +65,9 @@ class AsyncEngine:
             RequestError: the engine refuses the request (see `Engine.submit`).
             EngineClosedError: the engine is closed or its thread failed.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-
-        def deliver(event: TokenEvent) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-        request_id = await asyncio.to_thread(self._submit, request, deliver)
-        try:
-            while True:
-                event = await events.get()
+        with await self.submit([request]) as group:
+            async for event in group:
                 yield event
-                if event.finish_reason is not None:
-                    return
-        finally:
-            loop.run_in_executor(
-                None, self._forget, request_id
-            )  # never blocks the loop for a round
 
     async def complete(self, request: Request) -> Completion:
         """The whole answer.
@@ -69,23 +76,10 @@ class AsyncEngine:
             RequestError: the engine refuses the request.
             EngineClosedError: the engine is closed or its thread failed.
         """
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def finish() -> None:
-            if not done.done():  # cancelled in the meantime
-                done.set_result(None)
-
-        def deliver(event: TokenEvent) -> None:
-            if event.finish_reason is not None:
-                loop.call_soon_threadsafe(finish)
-
-        request_id = await asyncio.to_thread(self._submit, request, deliver)
-        try:
-            await done
-            return await asyncio.to_thread(self._take, request_id)
-        finally:
-            loop.run_in_executor(None, self._forget, request_id)
+        with await self.submit([request]) as group:
+            async for _ in group:
+                pass
+            return group.completions[group.request_ids[0]]
 
     def generate(self, request: Request, timeout_s: float | None = None) -> Completion:
         """The whole answer, for threads without an event loop.
@@ -95,46 +89,49 @@ class AsyncEngine:
             EngineClosedError: the engine is closed or its thread failed.
             TimeoutError: not finished after `timeout_s`; the request is aborted.
         """
-        done = threading.Event()
+        done: Future[Completion] = Future()
 
-        def deliver(event: TokenEvent) -> None:
-            if event.finish_reason is not None:
-                done.set()
+        def deliver(_: TokenEvent, completion: Completion | None) -> None:
+            if completion is not None:
+                done.set_result(completion)
 
-        request_id = self._submit(request, deliver)
+        known: list[int] = []
+        self._leave(lambda: self._submit([request], deliver, known)).result()
         try:
-            if not done.wait(timeout_s):
-                raise TimeoutError(f"request {request_id} is not finished after {timeout_s} s")
-            return self._take(request_id)
+            return done.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"request {known[0]} is not finished after {timeout_s} s"
+            ) from None
         finally:
-            self._forget(request_id)
+            self._forget(known)
+
+    def call(self, ask: Callable[[Engine], T]) -> "Future[T]":
+        """Have the engine's thread call `ask(engine)` between two rounds; `asyncio.wrap_future` awaits it."""
+        return self._leave(lambda: ask(self._engine))
 
     def status(self) -> dict[str, Any]:
         """See `Engine.status`. Waits for the round under way."""
-        with self._turn():
-            return self._engine.status()
+        return self.call(lambda engine: engine.status()).result()
 
     @property
     def engine(self) -> Engine:
         """The engine itself; its metrics registry and bundle may be read, nothing else."""
         return self._engine
 
+    @property
+    def failure(self) -> DSparkError | None:
+        """Why no request is taken any more, if that is a defect."""
+        return self._failure
+
     def close(self, *, drain_s: float = 0.0) -> None:
         """Stop: refuse new requests, let running ones finish for `drain_s` seconds, abort the rest."""
-        deadline = time.monotonic() + drain_s
-        while not self._is_drained() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        with self._turn():
-            for request_id in list(self._deliver):
-                self._engine.abort(request_id)
-            self._dispatch()
+        self._is_closing = True
+        self._leave(lambda: None)  # wakes the thread; it stops when nothing is left to do
+        self._thread.join(drain_s)
+        self._leave(self._abort_all)
         self._thread.join()
         self._engine.close()
-
-    def _is_drained(self) -> bool:
-        with self._turn():
-            self._is_closing = True
-            return not self._engine.has_work
 
     def __enter__(self) -> Self:
         return self
@@ -142,65 +139,95 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The lock, between two rounds. A lock alone is not fair: the engine's thread would take it again
-        before anyone else wakes up, so it waits while there are callers.
-        """
-        with self._door:
-            self._callers += 1
-        with self._wake:
-            with self._door:
-                self._callers -= 1
-            yield
-            self._wake.notify_all()
+    # Notes, from any thread ----------------------------------------------------------------------
 
-    def _submit(self, request: Request, deliver: Deliver) -> int:
-        with self._turn():
-            if self._is_closing or self._failure is not None:
-                cause = f": {self._failure}" if self._failure else ""
-                raise EngineClosedError(f"the engine takes no more requests{cause}")
-            request_id = self._engine.submit(request)
+    def _leave(self, work: Callable[[], T]) -> "Future[T]":
+        """A note for the engine's thread; the future has what the work returned or raised."""
+        future: Future[T] = Future()
+
+        def obey() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._stopping:
+            if self._is_stopped:
+                future.set_exception(EngineClosedError("the engine takes no more requests"))
+            else:
+                self._notes.put(obey)
+        return future
+
+    def _forget(self, request_ids: list[int]) -> None:
+        """Drop requests whether they are queued, running or finished. Read after the note that fills the list."""
+        self._leave(lambda: self._drop(request_ids))
+
+    # The engine's thread -------------------------------------------------------------------------
+
+    def _submit(
+        self, requests: Sequence[Request], deliver: Deliver, known: list[int]
+    ) -> list[int]:
+        """Fills `known` one by one, so that whoever gives up meanwhile can drop what is queued."""
+        if self._is_closing or self._failure is not None:
+            cause = f": {self._failure}" if self._failure else ""
+            raise EngineClosedError(f"the engine takes no more requests{cause}")
+        try:
+            for request in requests:
+                known.append(self._engine.submit(request))
+        except DSparkError:
+            self._drop(known)
+            raise
+        for request_id in known:
             self._deliver[request_id] = deliver
-            return request_id
+        return known
 
-    def _take(self, request_id: int) -> Completion:
-        with self._turn():
-            return self._engine.take(request_id)
-
-    def _forget(self, request_id: int) -> None:
-        """Drop a request whether it is running, finished, or taken already."""
-        with self._turn():
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
             self._deliver.pop(request_id, None)
             self._engine.abort(request_id)
             self._engine.discard(request_id)
 
+    def _abort_all(self) -> None:
+        for request_id in list(self._deliver):
+            self._engine.abort(request_id)
+
     def _run(self) -> None:
-        with self._wake:
-            while not (self._is_closing and not self._engine.has_work):
-                if not self._engine.has_work:
-                    self._wake.wait()
-                    continue
+        while not (self._is_closing and not self._engine.has_work and self._notes.empty()):
+            self._read_notes(wait=not self._engine.has_work)
+            if self._engine.has_work:
                 try:
                     self._engine.step()
                 except Exception as error:
                     _log.exception("the engine's round failed")
                     self._fail(error)
-                    return
-                self._dispatch()
-                self._wake.notify_all()
-                while self._callers:
-                    self._wake.wait(0.01)
+            self._dispatch()
+        with self._stopping:
+            self._is_stopped = True
+        self._read_notes(wait=False)
+
+    def _read_notes(self, *, wait: bool) -> None:
+        """All of them; waiting for the first if there is nothing else to do."""
+        try:
+            self._notes.get(block=wait)()
+            while True:
+                self._notes.get_nowait()()
+        except Empty:
+            return
 
     def _dispatch(self) -> None:
         for request_id, deliver in list(self._deliver.items()):
             for event in self._engine.events(request_id):
-                try:
-                    deliver(event)
-                except RuntimeError:  # the consumer's event loop is gone
-                    self._engine.abort(request_id)
+                done = None
                 if event.finish_reason is not None:
                     self._deliver.pop(request_id, None)
+                    done = self._engine.take(request_id)
+                try:
+                    deliver(event, done)
+                except RuntimeError:  # the consumer's event loop is gone
+                    self._drop([request_id])
+                    break
 
     def _fail(self, error: Exception) -> None:
         """A defect of ours: end every request with it instead of leaving consumers waiting."""
@@ -208,5 +235,44 @@ class AsyncEngine:
             error if isinstance(error, DSparkError) else EngineClosedError(repr(error))
         )
         self._engine.fail_all(f"the engine failed: {error!r}")
-        self._dispatch()
-        self._wake.notify_all()
+
+
+class RequestGroup:
+    """Requests submitted together: an asynchronous iterator over the events of all of them.
+
+    Belongs to one event loop. Leaving it (`close`, or its `with` block) aborts what still runs.
+    """
+
+    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_ids: tuple[int, ...] = ()  # in the order of the requests
+        self.completions: dict[int, Completion] = {}  # of the requests that ended
+        self._engine = engine
+        self._loop = loop
+        self._events: asyncio.Queue[tuple[TokenEvent, Completion | None]] = asyncio.Queue()
+        self._known: list[int] = []  # filled by the engine's thread
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """The next event of any request; the iterator ends when all of them have."""
+        if len(self.completions) == len(self.request_ids):
+            raise StopAsyncIteration
+        event, done = await self._events.get()
+        if done is not None:
+            self.completions[event.request_id] = done
+        return event
+
+    def close(self) -> None:
+        """Abort what still runs. Does not wait, and may be called twice."""
+        if not self.request_ids or len(self.completions) < len(self.request_ids):
+            self._engine._forget(self._known)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _deliver(self, event: TokenEvent, done: Completion | None) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (event, done))
