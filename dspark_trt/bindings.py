@@ -19,6 +19,9 @@ from dspark_trt.config import (
 
 Dim = int | str
 
+# Name of a weight that graphs hold transposed: that of the parameter and this.
+TRANSPOSED_SUFFIX = ".T"
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:

@@ -3,8 +3,7 @@
 
 import onnx_ir as ir
 
-# Name of an initializer that holds another one transposed; `weights.py` writes it from its source.
-TRANSPOSED_SUFFIX = ".T"
+from dspark_trt.bindings import TRANSPOSED_SUFFIX
 
 
 def fold_weight_transposes(model: ir.Model) -> int:

@@ -13,8 +13,8 @@ from typing import BinaryIO
 import onnx_ir as ir
 import torch
 
+from dspark_trt.bindings import TRANSPOSED_SUFFIX
 from dspark_trt.errors import ExportError
-from dspark_trt.export.passes import TRANSPOSED_SUFFIX
 from dspark_trt.models.loading import ParameterSource
 
 DIGEST = "sha256"  # metadata of every weight: the hash of its bytes
@@ -25,6 +25,7 @@ _IR_DTYPES = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,
     torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.int64: ir.DataType.INT64,
 }
 
 
