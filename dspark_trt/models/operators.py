@@ -11,6 +11,8 @@ import torch
 from torch import SymInt, Tensor
 from torch.nn import functional
 
+from dspark_trt.models.fixed_shapes import attention_over_capacity, current_sampler
+
 _OPSET = 24
 
 
@@ -77,6 +79,8 @@ def cached_attention(
             dtype=query.dtype,
             shape=query.shape,
         )
+    if current_sampler() is not None:
+        return attention_over_capacity(query, key, value, valid_len, is_causal=is_causal)
     span = int(valid_len.max())
     columns = torch.arange(span, device=query.device)
     limit = valid_len[:, None, None].expand(-1, query.shape[2], 1)
@@ -98,6 +102,8 @@ def sample_draft(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tenso
         return _node(
             "dspark::SampleDraft", inputs, {}, dtype=torch.int64, shape=temperature.shape
         )
+    if (sampler := current_sampler()) is not None:
+        return sampler(logits, temperature, uniforms)
     from dspark_trt.plugins.specification import sample_draft as specification
 
     drawn = specification(
