@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.plugins.distribution import Processors, process_logits
-from dspark_trt.plugins.specification import verify_rejection
+from dspark_trt.plugins.specification import token_logprobs, verify_rejection
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -87,25 +87,6 @@ def _processed(
     logits, offsets = drafted["target_logits"], drafted["offsets"]
     processed = process_logits(logits, offsets, drafted["draft_tokens"], processors)
     verified = verify_rejection(**(drafted | sampling | {"target_logits": processed}))
-    expected = verified._asdict() | _logprobs(logits, offsets, verified.tokens, alternatives)
+    logprobs = token_logprobs(logits, offsets, verified.tokens, alternatives)
+    expected = verified._asdict() | logprobs._asdict()
     return VerifyCase("verify_processed", drafted | sampling | processors._asdict(), expected)
-
-
-def _logprobs(
-    logits: NDArray[np.float32],
-    offsets: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    alternatives: int,
-) -> Arrays:
-    """Of the committed tokens and the likeliest ones, under the raw logits; 0 and -1 behind them."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    own = np.zeros(tokens.shape, np.float32)
-    top_tokens = np.full((*tokens.shape, alternatives), -1, np.int64)
-    top = np.zeros(top_tokens.shape, np.float32)
-    for place in zip(*np.nonzero(tokens >= 0), strict=True):
-        row = logprobs[offsets[place[0]] + place[1]]
-        own[place] = row[tokens[place]]
-        top_tokens[place] = np.argsort(-row, kind="stable")[:alternatives]
-        top[place] = row[top_tokens[place]]
-    return {"logprobs": own, "top_tokens": top_tokens, "top_logprobs": top}

@@ -97,3 +97,41 @@ class Verifier:
                     f"{' or '.join(map(str, types))} {shape} on {device}"
                 )
         return batch
+
+
+class Sampler:
+    """Draws a draft's tokens on the device (`specification.sample_draft`): what verification does for a
+    request without drafts or filters.
+    """
+
+    def __init__(self, *, vocab_size: int, max_batch: int, device: torch.device) -> None:
+        self._verifier = Verifier(
+            VerifyMode.REJECTION,
+            gamma=0,
+            vocab_size=vocab_size,
+            max_batch=max_batch,
+            device=device,
+        )
+        self._constants = {
+            "draft_tokens": torch.zeros((max_batch, 0), dtype=torch.int64, device=device),
+            "draft_logits": torch.zeros((max_batch, 0, vocab_size), device=device),
+            "top_k": torch.zeros(max_batch, dtype=torch.int64, device=device),
+            "top_p": torch.ones(max_batch, device=device),
+            "min_p": torch.zeros(max_batch, device=device),
+        }
+        self._offsets = torch.arange(max_batch + 1, device=device)
+
+    def __call__(self, logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
+        """Float32 [B, V], [B], [B] -> int64 [B]; 0 for a row that cannot be sampled from."""
+        batch = len(logits)
+        _, tokens = self._verifier(
+            {
+                "target_logits": logits.contiguous(),
+                "offsets": self._offsets[: batch + 1],
+                "temperature": temperature,
+                "draft_temperature": temperature,
+                "uniforms": uniforms.reshape(batch, 1).contiguous(),
+                **{name: value[:batch] for name, value in self._constants.items()},
+            }
+        )
+        return tokens[:, 0].clamp(min=0)

@@ -190,6 +190,31 @@ def sample_coupled(
     return int(gumbel_scores(kept, int(seed), int(position)).argmax())
 
 
+class TokenLogprobs(NamedTuple):
+    """Under the target's raw logits; behind the committed tokens 0, and -1 for tokens."""
+
+    logprobs: Floats  # [B, K+1]
+    top_tokens: Ints  # [B, K+1, N]: the likeliest, likeliest first
+    top_logprobs: Floats  # [B, K+1, N]
+
+
+def token_logprobs(
+    target_logits: Floats, offsets: Ints, tokens: Ints, alternatives: int
+) -> TokenLogprobs:
+    """Log-probabilities of committed `tokens [B, K+1]` and of the N likeliest tokens in their places."""
+    own = np.zeros(tokens.shape, np.float32)
+    top_tokens = np.full((*tokens.shape, alternatives), REFUSED, np.int64)
+    top = np.zeros(top_tokens.shape, np.float32)
+    for place in zip(*np.nonzero(tokens >= 0), strict=True):
+        row = target_logits[offsets[place[0]] + place[1]]
+        shifted = row - row.max()
+        logprobs = shifted - np.log(np.exp(shifted).sum())
+        own[place] = logprobs[tokens[place]]
+        top_tokens[place] = np.argsort(-logprobs, kind="stable")[:alternatives]
+        top[place] = logprobs[top_tokens[place]]
+    return TokenLogprobs(own, top_tokens, top)
+
+
 def _verified(
     request: Callable[[int, int, int], list[int]], offsets: Ints, draft_tokens: Ints
 ) -> Verified:
