@@ -39,18 +39,41 @@ class SlotSemantics(StrEnum):
     IN_PLACE = "in_place"
 
 
+class WindowRule(StrEnum):
+    """What a drafter's layer with a sliding window of W rows sees.
+
+    SLOT: each slot the rows less than W away on either side (attention of transformers, not causal).
+    ANCHOR: every slot the W context rows before the anchor and the whole block (speculators).
+    ANCHOR_CAUSAL: the same without later slots (speculators unless ``sliding_window_non_causal``).
+    """
+
+    SLOT = "slot"
+    ANCHOR = "anchor"
+    ANCHOR_CAUSAL = "anchor_causal"
+
+
 class TargetFamily(StrEnum):
+    QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
     LLAMA = "llama"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. ``yarn_factor`` above 1 switches YaRN (arXiv 2309.00071) on."""
+    """Rotary embedding. At most one factor is above 1: YaRN's (arXiv 2309.00071), Llama 3's, or the
+    linear one, which divides every position.
+    """
 
     theta: float
+    linear_factor: float = 1.0
+    llama3_factor: float = 1.0
+    low_freq_factor: float = (
+        1.0  # Llama 3: slower than so many turns over the training length: scaled
+    )
+    high_freq_factor: float = 4.0  # Llama 3: faster than so many turns: left alone
     yarn_factor: float = 1.0
-    original_positions: int | None = None  # training length before YaRN; required with it
+    original_positions: int | None = None  # training length before scaling; YaRN and Llama 3
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # None: 0.1 ln(factor) + 1
@@ -59,10 +82,46 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if not self.theta > 0:
             raise ValueError(f"rope theta must be positive, got {self.theta}")
-        if self.yarn_factor < 1:
-            raise ValueError(f"YaRN factor must be at least 1, got {self.yarn_factor}")
-        if self.yarn_factor > 1 and not self.original_positions:
-            raise ValueError("YaRN needs original_max_position_embeddings")
+        factors = {
+            "YaRN": self.yarn_factor,
+            "Llama 3": self.llama3_factor,
+            "linear": self.linear_factor,
+        }
+        for name, factor in factors.items():
+            if factor < 1:
+                raise ValueError(f"{name} factor must be at least 1, got {factor}")
+        if len(asked := [name for name, factor in factors.items() if factor > 1]) > 1:
+            raise ValueError(f"RoPE is scaled twice: {' and '.join(asked)}")
+        if asked in (["YaRN"], ["Llama 3"]) and not self.original_positions:
+            raise ValueError(f"{asked[0]} needs original_max_position_embeddings")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be above 0 and below high_freq_factor "
+                f"{self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Mixture of experts in the MLPs of ``layers``: a softmax router takes ``per_token`` of ``count``."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool  # the weights of the experts taken are scaled to sum to 1
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.count:
+            raise ValueError(f"{self.per_token} of {self.count} experts a token is impossible")
+        if self.intermediate_size < 1:
+            raise ValueError(
+                f"moe_intermediate_size must be at least 1, got {self.intermediate_size}"
+            )
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        return cls(**{**data, "layers": tuple(data["layers"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +140,11 @@ class DecoderConfig:
     max_positions: int
     qk_norm: bool
     attention_bias: bool = False
+    output_bias: bool = True  # attention_bias covers o_proj; not so in Qwen2
+    windows: tuple[
+        int | None, ...
+    ] = ()  # rows each layer's attention sees; empty: all, everywhere
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -95,6 +159,15 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise ValueError(f"a sliding window must be at least 1, got {window}")
+
+    def window(self, layer: int) -> int | None:
+        """Rows that the attention of ``layer`` sees, its own included; None: all."""
+        return self.windows[layer] if self.windows else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +185,8 @@ class DraftConfig:
     markov_rank: int
     confidence: ConfidenceInput
     confidence_bias: bool = True
+    window_rule: WindowRule = WindowRule.SLOT  # where decoder.windows has one
+    draft_vocab_size: int | None = None  # tokens it can draft; None: all of decoder.vocab_size
 
     def __post_init__(self) -> None:
         if self.gamma < 1:
@@ -122,6 +197,10 @@ class DraftConfig:
             )
         if self.confidence is ConfidenceInput.HIDDEN_MARKOV and self.markov_rank == 0:
             raise ValueError("a confidence head with Markov features needs markov_rank > 0")
+        if not 1 <= self.head_vocab_size <= self.decoder.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} must lie in 1..{self.decoder.vocab_size}"
+            )
         if not 0 <= self.mask_token_id < self.decoder.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.decoder.vocab_size}"
@@ -131,6 +210,11 @@ class DraftConfig:
     def gamma(self) -> int:
         """γ: tokens proposed a round."""
         return self.block_slots - (self.slot_semantics is SlotSemantics.IN_PLACE)
+
+    @property
+    def head_vocab_size(self) -> int:
+        """Rows of the head: tokens that can be drafted."""
+        return self.draft_vocab_size or self.decoder.vocab_size
 
     @property
     def tap_size(self) -> int:
@@ -150,6 +234,7 @@ class DraftConfig:
                 "target_layer_ids": tuple(data["target_layer_ids"]),
                 "head_type": HeadType(data["head_type"]),
                 "confidence": ConfidenceInput(data["confidence"]),
+                "window_rule": WindowRule(data.get("window_rule", WindowRule.SLOT)),
             }
         )
 
@@ -179,4 +264,12 @@ class TargetConfig:
 
 
 def _decoder_from_json(data: dict[str, Any]) -> DecoderConfig:
-    return DecoderConfig(**{**data, "rope": RopeConfig(**data["rope"])})
+    experts = data.get("experts")
+    return DecoderConfig(
+        **{
+            **data,
+            "rope": RopeConfig(**data["rope"]),
+            "windows": tuple(data.get("windows", ())),
+            "experts": None if experts is None else ExpertsConfig.from_json(experts),
+        }
+    )

@@ -11,6 +11,7 @@ from dspark_trt.bindings import Binding, GraphBindings
 from dspark_trt.config import ConfidenceInput, DraftConfig, HeadType
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.target import Target
+from dspark_trt.models.vocabulary import UNDRAFTABLE
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -40,6 +41,7 @@ class _Backbone(nn.Module):
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.backbone, self.lm_head = drafter.backbone, drafter.lm_head
+        self.vocabulary = drafter.vocabulary
 
     def forward(
         self,
@@ -50,7 +52,10 @@ class _Backbone(nn.Module):
         *caches: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden, updated = self.backbone(anchor_ids, new_taps, new_len, context_len, *caches)
-        return (hidden, self.lm_head(hidden), *updated)
+        logits = self.lm_head(hidden)
+        if self.vocabulary is not None:
+            logits = self.vocabulary.spread(logits, UNDRAFTABLE)
+        return (hidden, logits, *updated)
 
 
 class _SequentialHead(nn.Module):
@@ -59,6 +64,7 @@ class _SequentialHead(nn.Module):
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.markov_head = drafter.markov_head
+        self.vocabulary = drafter.vocabulary
 
     def forward(
         self, base_logits: Tensor, previous_ids: Tensor, *read: Tensor
@@ -66,7 +72,12 @@ class _SequentialHead(nn.Module):
         previous = self.markov_head.previous(previous_ids)
         hidden = read[0] if read else previous
         state = read[1] if len(read) > 1 else previous.new_zeros((previous.shape[0], 0))
-        logits, state = self.markov_head(base_logits, previous, hidden, state)
+        if self.vocabulary is None:
+            logits, state = self.markov_head(base_logits, previous, hidden, state)
+        else:
+            none = previous.new_zeros(())  # the head's bias alone, in the draft vocabulary
+            bias, state = self.markov_head(none, previous, hidden, state)
+            logits = base_logits + self.vocabulary.spread(bias, 0.0)
         return (logits, state) if len(read) > 1 else (logits,)
 
 

@@ -7,7 +7,7 @@ Nothing here uses the reader under test.
 
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ class Dims:
     head_dim: int = 32
     vocab: int = 320
     max_positions: int = 512
+    # targets with experts only
+    experts: int = 5
+    expert_intermediate: int = 24
     # drafter only
     target_layers: int = 4
     target_hidden: int = 64
@@ -76,6 +79,7 @@ def write_draft(
     seed: int = 0,
     target: Path | None = None,
     in_place: bool = False,
+    drafted: Sequence[int] | None = None,
     config: dict[str, Any] | None = None,
     **dims: Any,
 ) -> Path:
@@ -91,6 +95,7 @@ def write_draft(
         seed: of the weights.
         target: folder of a target whose embedding and head a layout that holds copies copies.
         in_place: ``sample_from_anchor`` / ``shift_label`` false, where the layout has the key.
+        drafted: tokens that can be drafted, ascending (speculators): heads keep those rows only.
         config: keys that replace or add to the top level of config.json.
         dims: fields of ``Dims``.
     """
@@ -102,9 +107,14 @@ def write_draft(
         served = _target_weights(target)
         weights["embed_tokens.weight"] = served["embed_tokens.weight"]
         weights["lm_head.weight"] = served.get("lm_head.weight", served["embed_tokens.weight"])
-    settings = _draft_json(sizes, layout, head, confidence, in_place) | (config or {})
-    _write_json(path / "config.json", settings)
-    _write_weights(path, _in_layout(weights, layout), dtype, shards)
+    settings = _draft_json(sizes, layout, head, confidence, in_place)
+    stored = _in_layout(weights, layout)
+    if drafted is not None:
+        assert layout == "speculators"
+        settings["draft_vocab_size"] = len(drafted)
+        _reduce_vocabulary(stored, drafted)
+    _write_json(path / "config.json", settings | (config or {}))
+    _write_weights(path, stored, dtype, shards)
     return path
 
 
@@ -125,11 +135,26 @@ def write_target(
     sizes = Dims(**{"layers": 4, **dims})
     settings = sizes.decoder_json() | {
         "model_type": family,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [f"{family.title().replace('_M', 'M')}ForCausalLM"],
         "tie_word_embeddings": tied,
         "attention_bias": attention_bias,
     }
-    weights = _decoder_weights(sizes, qk_norm=family == "qwen3", bias=attention_bias)
+    if family == "qwen2":
+        del settings["attention_bias"]  # it has biases, and no key that says so
+        attention_bias = True
+    weights = _decoder_weights(sizes, qk_norm=family.startswith("qwen3"), bias=attention_bias)
+    if family == "qwen2":
+        weights = {n: shape for n, shape in weights.items() if not n.endswith("o_proj.bias")}
+    if family == "qwen3_moe":
+        settings |= {
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": sizes.expert_intermediate,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [sizes.layers - 1],
+        }
+        for layer in range(sizes.layers - 1):
+            _make_sparse(weights, f"layers.{layer}.mlp.", sizes)
     weights = {f"model.{name}": shape for name, shape in weights.items()}
     weights["model.embed_tokens.weight"] = (sizes.vocab, sizes.hidden)
     if not tied:
@@ -214,6 +239,17 @@ def _decoder_weights(sizes: Dims, *, qk_norm: bool, bias: bool) -> dict[str, tup
         shapes[layer + "input_layernorm.weight"] = (sizes.hidden,)
         shapes[layer + "post_attention_layernorm.weight"] = (sizes.hidden,)
     return shapes
+
+
+def _make_sparse(weights: dict[str, tuple[int, ...]], mlp: str, sizes: Dims) -> None:
+    for name in ("gate", "up", "down"):
+        del weights[f"{mlp}{name}_proj.weight"]
+    weights[f"{mlp}gate.weight"] = (sizes.experts, sizes.hidden)
+    for index in range(sizes.experts):
+        stem, inner = f"{mlp}experts.{index}.", sizes.expert_intermediate
+        weights[stem + "gate_proj.weight"] = (inner, sizes.hidden)
+        weights[stem + "up_proj.weight"] = (inner, sizes.hidden)
+        weights[stem + "down_proj.weight"] = (sizes.hidden, inner)
 
 
 def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
@@ -312,6 +348,16 @@ def _in_layout(weights: Weights, layout: str) -> Weights:
             "verifier_norm.weight": weights["norm.weight"].clone(),
         }
     return weights
+
+
+def _reduce_vocabulary(weights: Weights, drafted: Sequence[int]) -> None:
+    kept = torch.tensor(drafted)
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        if name in weights:
+            weights[name] = weights[name][kept]
+    weights["d2t"] = kept - torch.arange(len(kept))
+    weights["t2d"] = torch.zeros_like(weights["t2d"])
+    weights["t2d"][kept] = True
 
 
 def _flat(name: str) -> str:

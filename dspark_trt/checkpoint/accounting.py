@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dspark_trt.checkpoint.decoder import Shape
 from dspark_trt.checkpoint.records import Notes
-from dspark_trt.checkpoint.tensors import FLOAT_DTYPES, TensorRef
+from dspark_trt.checkpoint.tensors import FLOAT_DTYPES, Shape, TensorRef
 from dspark_trt.errors import CheckpointError
 
 

@@ -4,11 +4,13 @@
 Settings that would change the mathematics and that the modules lack are refused here by name.
 """
 
+from dspark_trt.checkpoint.experts import expert_shapes, read_experts
 from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.records import Notes
 from dspark_trt.checkpoint.rope import rope_from_fields
+from dspark_trt.checkpoint.tensors import Shape
+from dspark_trt.checkpoint.windows import read_windows
 from dspark_trt.config import DecoderConfig
-
-Shape = tuple[int, ...]
 
 _MAX_LAYERS = 1000  # a corrupt count must not make the list of expected tensors endless
 
@@ -23,8 +25,24 @@ _NEUTRAL = {  # setting -> the value that leaves the decoder as the modules comp
 }
 
 
-def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
+def decoder_from_fields(
+    fields: Fields,
+    notes: Notes,
+    *,
+    qk_norm: bool,
+    attention_bias: bool = False,
+    output_bias: bool = True,
+    has_experts: bool = False,
+) -> DecoderConfig:
     """The dimensions in a config.json.
+
+    Args:
+        fields: the config.json.
+        notes: where the decision on sliding windows goes.
+        qk_norm: whether the architecture normalises queries and keys.
+        attention_bias: what an absent ``attention_bias`` means.
+        output_bias: whether ``attention_bias`` covers ``o_proj``.
+        has_experts: whether the architecture may have experts.
 
     Raises:
         CheckpointError: a key is missing, has the wrong type, or asks for what the modules lack.
@@ -36,6 +54,7 @@ def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
     head_dim = fields.integer("head_dim")
     layers = fields.required_integer("num_hidden_layers")
     bias = fields.flag("attention_bias")
+    max_positions = fields.required_integer("max_position_embeddings")
     if layers > _MAX_LAYERS:
         raise fields.error(f"num_hidden_layers is {layers}, expected at most {_MAX_LAYERS}")
     if heads < 1 or (head_dim is None and hidden % heads):
@@ -55,9 +74,12 @@ def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
                 fields.require("rms_norm_eps", fields.number("rms_norm_eps")).value
             ),
             rope=rope_from_fields(fields),
-            max_positions=fields.required_integer("max_position_embeddings"),
+            max_positions=max_positions,
             qk_norm=qk_norm,
-            attention_bias=bool(bias and bias.value),
+            attention_bias=attention_bias if bias is None else bias.value,
+            output_bias=output_bias,
+            windows=read_windows(fields, layers, max_positions, notes),
+            experts=read_experts(fields, layers) if has_experts else None,
         )
     except ValueError as error:
         raise fields.error(str(error)) from error
@@ -65,7 +87,19 @@ def decoder_from_fields(fields: Fields, *, qk_norm: bool) -> DecoderConfig:
 
 def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
     """Every tensor of the layers and the final norm, by canonical name."""
-    hidden, mlp, head = decoder.hidden_size, decoder.intermediate_size, decoder.head_dim
+    shapes: dict[str, Shape] = {"norm.weight": (decoder.hidden_size,)}
+    for index in range(decoder.num_layers):
+        experts = decoder.experts
+        sparse = experts is not None and index in experts.layers
+        layer = _attention_shapes(decoder) | (
+            expert_shapes(decoder, experts) if experts and sparse else _mlp_shapes(decoder)
+        )
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _attention_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
+    hidden, head = decoder.hidden_size, decoder.head_dim
     queries, keys = decoder.num_heads * head, decoder.num_kv_heads * head
     layer: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),
@@ -74,20 +108,24 @@ def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
         "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
     }
     if decoder.qk_norm:
         layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     if decoder.attention_bias:
         layer |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"}
-        layer |= {"self_attn.q_proj.bias": (queries,), "self_attn.o_proj.bias": (hidden,)}
+        layer["self_attn.q_proj.bias"] = (queries,)
+        if decoder.output_bias:
+            layer["self_attn.o_proj.bias"] = (hidden,)
+    return layer
+
+
+def _mlp_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
+    hidden, inner = decoder.hidden_size, decoder.intermediate_size
     return {
-        f"layers.{index}.{name}": shape
-        for index in range(decoder.num_layers)
-        for name, shape in layer.items()
-    } | {"norm.weight": (hidden,)}
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -97,23 +135,3 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.error(
                 f"{setting.where} is {setting.value!r}, which is not supported yet (only {neutral!r})"
             )
-    if window := _sliding_window(fields):
-        raise fields.error(f"{window}: sliding-window attention is not supported yet")
-
-
-def _sliding_window(fields: Fields) -> str | None:
-    """The setting that asks for a window, if one does.
-
-    ``use_swa`` counts even where layer_types deny it: the Model-Optimizer exporter leaves them at
-    full_attention (NVIDIA/Model-Optimizer#2149).
-    """
-    use_swa, use_window = fields.flag("use_swa"), fields.flag("use_sliding_window")
-    window, types = fields.find("sliding_window"), fields.texts("layer_types")
-    if use_swa and use_swa.value:
-        return f"{use_swa.where} is true"
-    if types is not None:
-        other = [kind for kind in types.value if kind != "full_attention"]
-        return f"{types.where} holds {other[0]!r}" if other else None
-    if window is not None and (use_window is None or use_window.value):
-        return f"{window.where} is {window.value}"
-    return None

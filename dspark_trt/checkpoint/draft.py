@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dspark_trt.checkpoint.accounting import account_for, rename
 from dspark_trt.checkpoint.block import read_block
-from dspark_trt.checkpoint.decoder import Shape, decoder_from_fields, decoder_shapes
+from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
 from dspark_trt.checkpoint.dialects import SPECULATORS, Dialect, recognise
 from dspark_trt.checkpoint.fields import DRAFT_PLACES, Fields
 from dspark_trt.checkpoint.heads import (
@@ -28,8 +28,9 @@ from dspark_trt.checkpoint.records import (
     Notes,
 )
 from dspark_trt.checkpoint.source import read_json, resolve_source
-from dspark_trt.checkpoint.tensors import TensorRef, read_tensors
-from dspark_trt.checkpoint.vocabulary import drop_identity_maps
+from dspark_trt.checkpoint.tensors import Shape, TensorRef, read_tensors
+from dspark_trt.checkpoint.vocabulary import MAPS, Vocabulary, read_vocabulary
+from dspark_trt.checkpoint.windows import read_window_rule
 from dspark_trt.config import DraftConfig
 
 
@@ -53,9 +54,11 @@ def read_draft(
     notes = Notes()
     notes.decide("format", dialect.name, sign)
     tensors = rename(files, dialect.canonical, folder, notes, unused=dialect.unused)
+    vocabulary = Vocabulary()
     if dialect is SPECULATORS:
-        tensors = drop_identity_maps(fields, tensors, notes)
-    config = _read_config(fields, dialect, tensors, overrides, notes)
+        vocabulary = read_vocabulary(fields, tensors, notes)
+        tensors = {name: ref for name, ref in tensors.items() if name not in MAPS}
+    config = _read_config(fields, dialect, tensors, vocabulary.size, overrides, notes)
     borrowed = _borrowed(tensors, notes)
     expected = {
         name: shape for name, shape in draft_shapes(config).items() if name not in borrowed
@@ -66,7 +69,7 @@ def read_draft(
         path=folder,
         format=dialect.name,
         config=config,
-        tensors=tensors,
+        tensors=tensors | vocabulary.maps,
         decisions=tuple(notes.decisions),
         warnings=tuple(notes.warnings),
         borrowed=borrowed,
@@ -78,11 +81,11 @@ def draft_shapes(config: DraftConfig) -> dict[str, Shape]:
     decoder = config.decoder
     return {
         EMBEDDING: (decoder.vocab_size, decoder.hidden_size),
-        LM_HEAD: (decoder.vocab_size, decoder.hidden_size),
+        LM_HEAD: (config.head_vocab_size, decoder.hidden_size),
         "fc.weight": (decoder.hidden_size, config.tap_size),
         "hidden_norm.weight": (decoder.hidden_size,),
         **decoder_shapes(decoder),
-        **head_shapes(config.head_type, config.markov_rank, decoder),
+        **head_shapes(config),
         **confidence_shapes(config.confidence, config.markov_rank, decoder),
     }
 
@@ -91,10 +94,11 @@ def _read_config(
     fields: Fields,
     dialect: Dialect,
     tensors: Mapping[str, TensorRef],
+    draft_vocab_size: int | None,
     overrides: DraftOverrides,
     notes: Notes,
 ) -> DraftConfig:
-    decoder = decoder_from_fields(fields, qk_norm=True)
+    decoder = decoder_from_fields(fields, notes, qk_norm=True)
     block = read_block(fields, dialect, decoder, overrides, notes)
     head_type, markov_rank = read_head(fields, tensors, notes)
     confidence = read_confidence(fields, dialect, tensors, decoder, markov_rank, notes)
@@ -111,6 +115,8 @@ def _read_config(
             head_type=head_type,
             markov_rank=markov_rank,
             confidence=confidence,
+            draft_vocab_size=draft_vocab_size,
+            window_rule=read_window_rule(fields, dialect, decoder.windows, notes),
         )
     except ValueError as error:
         raise fields.error(str(error)) from error

@@ -3,25 +3,24 @@
 
 from collections.abc import Mapping
 
-from dspark_trt.checkpoint.decoder import Shape
 from dspark_trt.checkpoint.dialects import MODEL_OPTIMIZER, Dialect
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.records import Notes
-from dspark_trt.checkpoint.tensors import TensorRef
-from dspark_trt.config import ConfidenceInput, DecoderConfig, HeadType
+from dspark_trt.checkpoint.tensors import Shape, TensorRef
+from dspark_trt.config import ConfidenceInput, DecoderConfig, DraftConfig, HeadType
 
 _W1 = "markov_head.markov_w1.weight"
 _CONFIDENCE = "confidence_head."
 
 
-def head_shapes(head: HeadType, rank: int, decoder: DecoderConfig) -> dict[str, Shape]:
+def head_shapes(config: DraftConfig) -> dict[str, Shape]:
     """Tensors of the sequential head (DeepSpec names, paper section 3.1)."""
-    hidden, vocab = decoder.hidden_size, decoder.vocab_size
+    head, rank, hidden = config.head_type, config.markov_rank, config.decoder.hidden_size
     if head is HeadType.NONE:
         return {}
     shapes: dict[str, Shape] = {
-        _W1: (vocab, rank),
-        "markov_head.markov_w2.weight": (vocab, rank),
+        _W1: (config.decoder.vocab_size, rank),
+        "markov_head.markov_w2.weight": (config.head_vocab_size, rank),
     }
     if head is HeadType.GATED:
         shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)

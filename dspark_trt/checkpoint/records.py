@@ -9,7 +9,13 @@ from typing import Any
 
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.tensors import TensorRef
-from dspark_trt.config import DecoderConfig, DraftConfig, SlotSemantics, TargetConfig
+from dspark_trt.config import (
+    DecoderConfig,
+    DraftConfig,
+    RopeConfig,
+    SlotSemantics,
+    TargetConfig,
+)
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -50,13 +56,28 @@ class Notes:
             elements[ref.dtype] += ref.num_elements
         dtypes = [dtype for dtype, _ in elements.most_common()]
         self.decide("dtype", "+".join(dtypes), "the tensors, the dtype of most elements first")
-        rope = decoder.rope
-        yarn = rope.yarn_factor > 1
-        value = asdict(rope) if yarn else {"theta": rope.theta}
-        self.decide("rope", value, "YaRN" if yarn else "plain rotary embedding")
+        self.decide("rope", *_rope(decoder.rope))
         if (setting := fields.find("quantization_config")) is not None:
             self.decide("quantization", None, f"{setting.where} ignored: every tensor is dense")
             self.warn(f"{setting.where} is set, but every tensor is dense: it was ignored")
+
+
+def _rope(rope: RopeConfig) -> tuple[dict[str, Any], str]:
+    """The settings that count, and the kind they make."""
+    shown: dict[str, Any] = {"theta": rope.theta}
+    for kind, factor in (("YaRN", "yarn_factor"), ("Llama 3", "llama3_factor")):
+        if getattr(rope, factor) > 1:
+            prefix = ("beta", "attention", "trunc") if kind == "YaRN" else ("low", "high")
+            names = (factor, "original_positions")
+            shown |= {
+                key: value
+                for key, value in asdict(rope).items()
+                if key in names or key.startswith(prefix)
+            }
+            return shown, kind
+    if rope.linear_factor > 1:
+        return shown | {"linear_factor": rope.linear_factor}, "every position is divided"
+    return shown, "plain rotary embedding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,24 @@ _YARN_NUMBERS = (
     "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
     "mscale", "mscale_all_dim",
 )  # fmt: skip
-_YARN_KEYS = frozenset({*_YARN_NUMBERS, "truncate", "rope_theta", "rope_type", "type"})
+_LLAMA3_NUMBERS = (
+    "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+_NAMES = frozenset({"rope_theta", "rope_type", "type"})
+_KNOWN = {
+    "linear": _NAMES | {"factor"},
+    "llama3": _NAMES | {*_LLAMA3_NUMBERS},
+    "yarn": _NAMES | {*_YARN_NUMBERS, "truncate"},
+}
+_REFUSED = {
+    "dynamic": "its frequencies change with the length of a sequence, so cached keys would have to be "
+    "rotated again",
+    "longrope": "it has one table for short and another for long sequences",
+}
 
 
 def rope_from_fields(fields: Fields) -> RopeConfig:
-    """The rotary embedding of a config.json; plain RoPE and YaRN (arXiv 2309.00071) are supported.
+    """The rotary embedding of a config.json: plain, linear, Llama 3's, YaRN (arXiv 2309.00071).
 
     Raises:
         CheckpointError: no theta, another RoPE type (named), or settings that contradict each other.
@@ -25,18 +38,41 @@ def rope_from_fields(fields: Fields) -> RopeConfig:
     theta = _theta(fields, where, scaling)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     factor = scaling.get("factor")
-    if kind == "default" or (kind in ("linear", "yarn") and factor == 1):
+    if kind == "default" or (kind in ("linear", "yarn", "dynamic") and factor == 1):
         return RopeConfig(theta=theta)
-    if kind != "yarn":
+    if kind not in _KNOWN:
+        reason = f": {_REFUSED[kind]}" if kind in _REFUSED else ""
         raise fields.error(
-            f"{where} asks for RoPE type {kind!r} (factor {factor}), which is not supported yet: "
-            "only default and yarn are"
+            f"{where} asks for RoPE type {kind!r} (factor {factor}), which is not supported{reason}; "
+            f"supported: default, {', '.join(_KNOWN)}"
         )
-    if unknown := sorted(scaling.keys() - _YARN_KEYS):
+    if unknown := sorted(scaling.keys() - _KNOWN[kind] - {"partial_rotary_factor"}):
         raise fields.error(
-            f"{where} has YaRN settings this reader does not know: {', '.join(unknown)}"
+            f"{where} has {kind} settings this reader does not know: {', '.join(unknown)}"
         )
-    return _yarn(fields, where, theta, scaling)
+    read = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[kind]
+    return read(fields, where, theta, scaling)
+
+
+def _linear(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> RopeConfig:
+    factor = _number(fields, where, scaling, "factor")
+    if factor is None:
+        raise fields.error(f"{where}: linear RoPE scaling needs factor")
+    return RopeConfig(theta=theta, linear_factor=factor)
+
+
+def _llama3(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> RopeConfig:
+    numbers = {key: _number(fields, where, scaling, key) for key in _LLAMA3_NUMBERS}
+    given = {key: value for key, value in numbers.items() if value is not None}
+    if missing := [key for key in _LLAMA3_NUMBERS if key not in given]:
+        raise fields.error(f"{where}: llama3 RoPE scaling needs {', '.join(missing)}")
+    return RopeConfig(
+        theta=theta,
+        llama3_factor=given["factor"],
+        original_positions=int(given["original_max_position_embeddings"]),
+        low_freq_factor=given["low_freq_factor"],
+        high_freq_factor=given["high_freq_factor"],
+    )
 
 
 def _yarn(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> RopeConfig:

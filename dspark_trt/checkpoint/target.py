@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a target: Qwen3 dense or the Llama family (Llama, Mistral) in the Hugging Face layout."""
+"""Read a target in the Hugging Face layout: Qwen2, Qwen3, Qwen3-MoE, the Llama family (Llama, Mistral)."""
 
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -23,7 +23,9 @@ TOKENIZER_FILES = (
 )
 
 _FAMILIES = {
+    "qwen2": TargetFamily.QWEN2,
     "qwen3": TargetFamily.QWEN3,
+    "qwen3_moe": TargetFamily.QWEN3_MOE,
     "llama": TargetFamily.LLAMA,
     "mistral": TargetFamily.LLAMA,
 }
@@ -46,7 +48,14 @@ def read_target(source: str | Path, *, revision: str | None = None) -> TargetChe
             f"{folder} holds a drafter (it has the tensor fc.weight), not a target"
         )
     family = _family(fields, tensors, notes)
-    decoder = decoder_from_fields(fields, qk_norm=family is TargetFamily.QWEN3)
+    decoder = decoder_from_fields(
+        fields,
+        notes,
+        qk_norm=family in (TargetFamily.QWEN3, TargetFamily.QWEN3_MOE),
+        attention_bias=family is TargetFamily.QWEN2,
+        output_bias=family is not TargetFamily.QWEN2,
+        has_experts=family is TargetFamily.QWEN3_MOE,
+    )
     tied = _is_tied(fields, tensors, notes)
     head_shape = (decoder.vocab_size, decoder.hidden_size)
     expected = {EMBEDDING: head_shape, **decoder_shapes(decoder)}
@@ -87,6 +96,8 @@ def _family(fields: Fields, tensors: Mapping[str, TensorRef], notes: Notes) -> T
     else:
         qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
         family = TargetFamily.QWEN3 if qk_norm else TargetFamily.LLAMA
+        if qk_norm and any(".mlp.experts." in name for name in tensors):
+            family = TargetFamily.QWEN3_MOE
         reason = f"no model_type; the tensors {'have' if qk_norm else 'lack'} q_norm"
     notes.decide("family", family.value, reason)
     return family

@@ -18,6 +18,8 @@ from dspark_trt.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+Shape = tuple[int, ...]
+
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 # safetensors code -> (name as torch spells it, bytes an element)

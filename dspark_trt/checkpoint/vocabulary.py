@@ -1,46 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary maps of speculators files: ``t2d`` (mask over the target's tokens) and ``d2t`` (offsets).
+"""Draft vocabularies of speculators files: ``d2t`` and ``t2d``.
 
-Only the full vocabulary is supported: the maps must then be the identity, which is checked.
+``d2t`` holds offsets, not ids: draft token i is target token i + d2t[i]. ``t2d`` says which tokens of
+the target can be drafted. Files with the full vocabulary may hold both as the identity.
 """
 
+from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.records import Notes
 from dspark_trt.checkpoint.tensors import TensorRef
 
-_IDENTITY_BYTE = {"t2d": b"\x01", "d2t": b"\x00"}  # every token kept; every offset 0
+D2T = "d2t"
+MAPS = (D2T, "t2d")
+
+_CODES = {"int64": "q", "int32": "i"}
 
 
-def drop_identity_maps(
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Tokens that can be drafted: ``size`` None for all of the target's, else ``maps`` has ``d2t``."""
+
+    size: int | None = None
+    maps: Mapping[str, TensorRef] = field(default_factory=dict)
+
+
+def read_vocabulary(
     fields: Fields, tensors: Mapping[str, TensorRef], notes: Notes
-) -> dict[str, TensorRef]:
-    """``tensors`` without the maps.
+) -> Vocabulary:
+    """The draft vocabulary, its maps checked against each other.
 
     Raises:
-        CheckpointError: a reduced draft vocabulary, or maps that are not the identity.
+        CheckpointError: maps that are missing, misshapen, absolute instead of offsets, or contradictory.
     """
     vocab = fields.required_integer("vocab_size")
-    draft_vocab = fields.integer("draft_vocab_size")
-    if draft_vocab is not None and draft_vocab.value != vocab:
-        raise fields.error(
-            f"{draft_vocab.where} is {draft_vocab.value} of {vocab}: a reduced draft vocabulary is "
-            "not supported yet"
-        )
-    maps = [name for name in _IDENTITY_BYTE if name in tensors]
-    for name in maps:
-        if tensors[name].shape != (vocab,) or not _is_filled(
-            tensors[name], _IDENTITY_BYTE[name]
-        ):
+    said = fields.integer("draft_vocab_size")
+    size = said.value if said else vocab
+    if not 1 <= size <= vocab:
+        raise fields.error(f"draft_vocab_size is {size}, expected 1 to vocab_size {vocab}")
+    if D2T not in tensors:
+        if size != vocab:
             raise fields.error(
-                f"{name} {tensors[name].shape} maps a reduced vocabulary, but config.json says all "
-                f"{vocab} tokens are drafted"
+                f"draft_vocab_size is {size} of {vocab}, but the files hold no {D2T}, which says "
+                "which tokens those are"
             )
-    if maps:
-        notes.decide("vocabulary", "full", f"{' and '.join(maps)} are the identity")
-    return {name: ref for name, ref in tensors.items() if name not in maps}
+        return Vocabulary()
+    ids = _target_ids(fields, tensors[D2T], size, vocab)
+    if "t2d" in tensors:
+        _compare(fields, tensors["t2d"], ids, vocab)
+    if size == vocab:
+        notes.decide("vocabulary", "full", "the maps are the identity")
+        return Vocabulary()
+    notes.decide(
+        "vocabulary",
+        size,
+        f"draft_vocab_size of {vocab}; {D2T} holds offsets: token i is i + d2t[i]",
+    )
+    return Vocabulary(size, {D2T: tensors[D2T]})
 
 
-def _is_filled(ref: TensorRef, byte: bytes) -> bool:
-    return all(chunk.count(byte) == len(chunk) for chunk in ref.chunks())
+def _target_ids(fields: Fields, d2t: TensorRef, size: int, vocab: int) -> list[int]:
+    if d2t.shape != (size,) or d2t.dtype not in _CODES:
+        raise fields.error(
+            f"{d2t.key} is {d2t.dtype} {d2t.shape}, expected int64 ({size},) (draft_vocab_size)"
+        )
+    offsets = array(_CODES[d2t.dtype])
+    offsets.frombytes(b"".join(d2t.chunks()))
+    ids = [index + offset for index, offset in enumerate(offsets)]
+    if all(left < right for left, right in pairwise(ids)) and ids[0] >= 0 and ids[-1] < vocab:
+        return ids
+    absolute = all(left < right for left, right in pairwise(offsets)) and offsets[-1] < vocab
+    hint = "; it looks like absolute ids: subtract the index" if absolute else ""
+    raise fields.error(
+        f"{d2t.key} must hold offsets that give increasing tokens below {vocab}, but it gives "
+        f"{ids[0]} to {max(ids)}{hint}"
+    )
+
+
+def _compare(fields: Fields, t2d: TensorRef, ids: list[int], vocab: int) -> None:
+    if t2d.shape != (vocab,) or t2d.dtype != "bool":
+        raise fields.error(f"{t2d.key} is {t2d.dtype} {t2d.shape}, expected bool ({vocab},)")
+    kept = [token for token, byte in enumerate(b"".join(t2d.chunks())) if byte]
+    if kept != ids:
+        other = next((token for token in sorted({*kept} ^ {*ids})), None)
+        raise fields.error(
+            f"{t2d.key} keeps {len(kept)} tokens and {D2T} names {len(ids)}; they differ at token "
+            f"{other}: the maps come from different files"
+        )

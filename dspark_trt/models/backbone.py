@@ -5,6 +5,7 @@ Context rows are taps projected by `fc` and normalised once for all layers; they
 `input_layernorm`. Row p of a cache is absolute position p; the block's slot 0 is the anchor's position.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,6 +17,7 @@ from dspark_trt.config import DecoderConfig, DraftConfig
 from dspark_trt.models.layers import MLP, Projection, RMSNorm
 from dspark_trt.models.operators import cached_attention, rotary, scatter_rows
 from dspark_trt.models.rope import RotaryTable
+from dspark_trt.models.windows import block_window, masked_attention
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin: float32 [B, N, D/2]
 
@@ -33,12 +35,14 @@ class Packing:
     valid_len: Tensor  # int64 [B]: rows attention may see
     block_rotation: Rotation  # of the block's slots
     row_rotation: Rotation  # of the packed rows
+    visible: Mapping[int, Tensor]  # window -> rows in it, bool [B, 1, slots, S]
 
 
 class DraftAttention(nn.Module):
-    def __init__(self, decoder: DecoderConfig) -> None:
+    def __init__(self, decoder: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.decoder = decoder
+        self.window = decoder.window(layer)
         hidden, head_dim = decoder.hidden_size, decoder.head_dim
         bias = decoder.attention_bias
         self.q_proj = Projection(hidden, decoder.num_heads * head_dim, bias=bias)
@@ -77,17 +81,24 @@ class DraftAttention(nn.Module):
         keys, values = self.keys_values(rows, packing.row_rotation)
         key_cache = scatter_rows(key_cache, keys, packing.write_indices)
         value_cache = scatter_rows(value_cache, values, packing.write_indices)
-        mixed = cached_attention(
-            queries.to(keys.dtype), key_cache, value_cache, packing.valid_len, is_causal=False
-        )
+        queries, valid_len = queries.to(keys.dtype), packing.valid_len
+        if self.window is None:
+            mixed = cached_attention(
+                queries, key_cache, value_cache, valid_len, is_causal=False
+            )
+        else:
+            visible = packing.visible[self.window]
+            mixed = masked_attention(
+                queries, key_cache, value_cache, valid_len, visible=visible, is_causal=False
+            )
         return self.o_proj(mixed.transpose(1, 2).flatten(-2)), key_cache, value_cache
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, decoder: DecoderConfig) -> None:
+    def __init__(self, decoder: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.self_attn = DraftAttention(decoder)
+        self.self_attn = DraftAttention(decoder, layer)
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.mlp = MLP(decoder)
 
@@ -116,7 +127,9 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
         self.fc = nn.Linear(config.tap_size, decoder.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(decoder) for _ in range(decoder.num_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(decoder, layer) for layer in range(decoder.num_layers)
+        )
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rotary = RotaryTable(decoder)
 
@@ -145,7 +158,9 @@ class Backbone(nn.Module):
             ]
         return updated
 
-    def pack(self, new_len: Tensor, context_len: Tensor, new_rows: int) -> Packing:
+    def pack(
+        self, new_len: Tensor, context_len: Tensor, new_rows: int, capacity: int
+    ) -> Packing:
         slots = self.config.block_slots
         total = new_rows + slots
         index = torch.arange(total, device=new_len.device).expand(new_len.shape[0], -1)
@@ -161,6 +176,11 @@ class Backbone(nn.Module):
             valid_len=start + slots,
             block_rotation=self.rotary(start[:, None] + slot),
             row_rotation=self.rotary(context_len[:, None] + index),
+            visible={
+                window: block_window(self.config.window_rule, start, slots, capacity, window)
+                for window in set(self.config.decoder.windows)
+                if window is not None
+            },
         )
 
     def forward(
@@ -171,7 +191,7 @@ class Backbone(nn.Module):
         context_len: Tensor,  # int64 [B]: valid cache rows before them
         *caches: Tensor,  # 2L x [B, Hkv, S, D]
     ) -> tuple[Tensor, list[Tensor]]:  # float32 [B, γ, H], caches
-        packing = self.pack(new_len, context_len, new_taps.shape[1])
+        packing = self.pack(new_len, context_len, new_taps.shape[1], caches[0].shape[2])
         context = self.context_rows(new_taps)
         masks = torch.full_like(
             packing.source[:, 1 : self.config.block_slots], self.config.mask_token_id

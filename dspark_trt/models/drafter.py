@@ -9,6 +9,7 @@ from dspark_trt.models.backbone import Backbone
 from dspark_trt.models.heads import ConfidenceHead, SequentialHead
 from dspark_trt.models.layers import Projection
 from dspark_trt.models.operators import sample_draft
+from dspark_trt.models.vocabulary import UNDRAFTABLE, DraftVocabulary
 
 
 class Drafter(nn.Module):
@@ -17,14 +18,18 @@ class Drafter(nn.Module):
         self.config = config
         decoder = config.decoder
         self.backbone = Backbone(config)
-        self.lm_head = Projection(decoder.hidden_size, decoder.vocab_size, bias=False)
+        self.lm_head = Projection(decoder.hidden_size, config.head_vocab_size, bias=False)
+        self.vocabulary = None if config.draft_vocab_size is None else DraftVocabulary(config)
         if config.head_type is not HeadType.NONE:
             self.markov_head = SequentialHead(config)
         if config.confidence is not ConfidenceInput.NONE:
             self.confidence_head = ConfidenceHead(config)
 
-    def base_logits(self, hidden: Tensor) -> Tensor:  # [.., H] -> float32 [.., V]
-        return self.lm_head(hidden)
+    def spread(self, logits: Tensor) -> Tensor:  # float32 [.., Vd] -> [.., V]
+        """Logits over the target's vocabulary."""
+        if self.vocabulary is None:
+            return logits
+        return self.vocabulary.spread(logits, UNDRAFTABLE)
 
     def draft(
         self, anchor_ids: Tensor, hidden: Tensor, temperature: Tensor, uniforms: Tensor
@@ -34,7 +39,7 @@ class Drafter(nn.Module):
         Returns tokens int64 `[B, γ]`, logits float32 `[B, γ, V]` (the vector each token was drawn from,
         before temperature) and confidence logits `[B, γ]`.
         """
-        base = self.base_logits(hidden)
+        base = self.lm_head(hidden)
         token, tokens, logits, previous = anchor_ids, [], [], []
         sequential = self.config.head_type is not HeadType.NONE
         if sequential:
@@ -44,6 +49,7 @@ class Drafter(nn.Module):
             if sequential:
                 previous.append(self.markov_head.previous(token))
                 step, state = self.markov_head(step, previous[-1], hidden[:, k], state)
+            step = self.spread(step)
             token = sample_draft(step, temperature, uniforms[:, k])
             tokens.append(token)
             logits.append(step)
@@ -53,7 +59,7 @@ class Drafter(nn.Module):
             confidence = self.confidence_head(hidden, features)
         return (
             torch.stack(tokens, 1),
-            torch.stack(logits, 1) if sequential else base,
+            torch.stack(logits, 1) if sequential or self.vocabulary is not None else base,
             confidence,
         )
 

@@ -15,7 +15,7 @@ from dspark_trt.models.layers import Projection
 
 class SequentialHead(nn.Module):
     """One step k: logits_k = U_k + B(x_{k-1}, h_k, s). `state` is `[B, r]` for `rnn`, `[B, 0]` otherwise;
-    it starts at zero in every block.
+    it starts at zero in every block. Vd: tokens that can be drafted.
     """
 
     def __init__(self, config: DraftConfig) -> None:
@@ -25,7 +25,7 @@ class SequentialHead(nn.Module):
         rank = config.markov_rank
         self.state_size = rank if self.head_type is HeadType.RNN else 0
         self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = Projection(rank, vocab, bias=False)
+        self.markov_w2 = Projection(rank, config.head_vocab_size, bias=False)
         if self.head_type is HeadType.GATED:
             self.gate_proj = Projection(hidden + rank, rank)
         elif self.head_type is HeadType.RNN:
@@ -36,7 +36,7 @@ class SequentialHead(nn.Module):
 
     def forward(
         self, base_logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:  # [B, V], [B, r], [B, H], [B, state] -> [B, V], [B, state]
+    ) -> tuple[Tensor, Tensor]:  # [B, Vd], [B, r], [B, H], [B, state] -> [B, Vd], [B, state]
         if self.head_type is HeadType.GATED:
             gate = self.gate_proj(torch.cat((hidden, previous), -1)).sigmoid()
             return base_logits + self.markov_w2(gate * previous), state

@@ -2,7 +2,8 @@
 """Where each module parameter comes from in a checkpoint, and modules filled from it.
 
 The only difference between the names of a module and the canonical names of a checkpoint are products
-fused into one (`qkv_proj`, `kv_proj`, `gate_up_proj`) and the drafter's `backbone.` prefix.
+fused into one (`qkv_proj`, `kv_proj`, `gate_up_proj`, a layer's experts) and the drafter's `backbone.`
+prefix.
 """
 
 from collections.abc import Mapping
@@ -17,26 +18,30 @@ from dspark_trt.config import DraftConfig, TargetConfig
 from dspark_trt.errors import CheckpointError
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.target import Target
+from dspark_trt.models.vocabulary import column_index
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "kv_proj": ("k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-_FLOAT32_PARTS = ("norm", "confidence_head")  # tiny, and where 16 bits hurt
+_EXPERTS = ".experts"  # their matrices are side by side in a module
+_FLOAT32_PARTS = ("norm", "confidence_head", "mlp.gate.")  # tiny, and where 16 bits hurt
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """A parameter as the concatenation, along the first axis, of checkpoint tensors."""
+    """A parameter as the concatenation, along `axis`, of checkpoint tensors."""
 
     parts: tuple[TensorRef, ...]
     dtype: torch.dtype
+    axis: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        return (sum(part.shape[0] for part in self.parts), *first[1:])
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
 
     @property
     def nbytes(self) -> int:
@@ -47,10 +52,25 @@ class ParameterSource:
         if len(self.parts) == 1 and not transposed:
             return self.parts[0].load().to(self.dtype)
         whole = torch.empty(self.shape[::-1] if transposed else self.shape, dtype=self.dtype)
-        rows = (whole.t() if transposed else whole).split([p.shape[0] for p in self.parts])
-        for place, part in zip(rows, self.parts, strict=True):
+        sizes = [part.shape[self.axis] for part in self.parts]
+        places = (whole.t() if transposed else whole).split(sizes, dim=self.axis)
+        for place, part in zip(places, self.parts, strict=True):
             place.copy_(part.load())
         return whole
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularySource(ParameterSource):
+    """Where each of `vocab_size` target tokens is in a reduced draft vocabulary."""
+
+    vocab_size: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.vocab_size,)
+
+    def load(self, *, transposed: bool = False) -> Tensor:
+        return column_index(self.parts[0].load(), self.vocab_size)
 
 
 def drafter_skeleton(config: DraftConfig) -> Drafter:
@@ -93,14 +113,26 @@ def parameter_sources(
     sources = {}
     for name, _ in module.named_parameters(remove_duplicate=False):
         canonical = name.removeprefix("backbone.")
+        if canonical == "vocabulary.index":
+            sources[name] = VocabularySource(
+                (tensors["d2t"],), torch.int64, vocab_size=module.get_parameter(name).shape[0]
+            )
+            continue
         if canonical == "lm_head.weight" and canonical not in tensors:  # tied
             canonical = "embed_tokens.weight"
         stem, kind = canonical.rsplit(".", 1)
         parent, _, leaf = stem.rpartition(".")
-        names = [f"{parent}.{part}.{kind}" for part in _FUSED.get(leaf, ())] or [canonical]
+        parts = _FUSED.get(leaf, (leaf,))
+        axis = 0
+        if parent.endswith(_EXPERTS):
+            count = sum(n.startswith(f"{parent}.") for n in tensors) // 3
+            names = [f"{parent}.{e}.{part}.{kind}" for part in parts for e in range(count)]
+            axis = int(leaf == "down_proj")
+        else:
+            names = [f"{parent}.{part}.{kind}".lstrip(".") for part in parts]
         full = any(part in canonical for part in _FLOAT32_PARTS)
         sources[name] = ParameterSource(
-            tuple(tensors[n] for n in names), torch.float32 if full else dtype
+            tuple(tensors[n] for n in names), torch.float32 if full else dtype, axis
         )
     return sources
 

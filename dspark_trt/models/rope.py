@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary tables: default and YaRN (arXiv 2309.00071, as in `transformers.modeling_rope_utils`)."""
+"""Rotary tables: default, linear, Llama 3 and YaRN (arXiv 2309.00071, as in
+`transformers.modeling_rope_utils`).
+"""
 
 import math
 
@@ -14,8 +16,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     # Always on the CPU: these are constants, real even where a module is built without weights.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.llama3_factor > 1:
+        return _llama3(frequencies, rope), 1.0
     if rope.yarn_factor == 1.0:
-        return frequencies, 1.0
+        return frequencies / rope.linear_factor, 1.0
     assert rope.original_positions is not None  # checked in RopeConfig
     low, high = (
         _dimension_of_rotations(turns, head_dim, rope.theta, rope.original_positions)
@@ -30,6 +34,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     mixed = frequencies / rope.yarn_factor * ramp + frequencies * (1 - ramp)
     factor = rope.attention_factor
     return mixed, factor if factor is not None else 0.1 * math.log(rope.yarn_factor) + 1.0
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Slow pairs are slowed down further, fast ones kept, those between mixed by their turns over the
+    training length.
+    """
+    assert rope.original_positions is not None  # checked in RopeConfig
+    turns = frequencies * rope.original_positions / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return frequencies / rope.llama3_factor * (1 - kept) + frequencies * kept
 
 
 def _dimension_of_rotations(turns: float, head_dim: int, theta: float, positions: int) -> float:

@@ -106,5 +106,6 @@ def _torch_dtype(data_type: int) -> torch.dtype:
         TensorProto.FLOAT: torch.float32,
         TensorProto.FLOAT16: torch.float16,
         TensorProto.BFLOAT16: torch.bfloat16,
+        TensorProto.INT64: torch.int64,  # the map of a reduced draft vocabulary
     }
     return dtypes[data_type]

@@ -202,30 +202,59 @@ def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
         read_draft(path)
 
 
-def test_reduced_vocabularies_are_refused(tmp_path: Path) -> None:
-    path = write_draft(
-        tmp_path / "draft", layout="speculators", config={"draft_vocab_size": 100}
-    )
-    with pytest.raises(
-        CheckpointError, match="draft_vocab_size is 100 of 320: a reduced draft"
-    ):
-        read_draft(path)
+DRAFTED = (1, 4, 9, 300)
+
+
+def test_reduced_vocabulary(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", layout="speculators", drafted=DRAFTED)
+    checkpoint = read_draft(path)
+    assert checkpoint.config.draft_vocab_size == len(DRAFTED)
+    assert checkpoint.config.decoder.vocab_size == 320
+    assert checkpoint.tensors["lm_head.weight"].shape == (len(DRAFTED), 64)
+    assert checkpoint.tensors["markov_head.markov_w1.weight"].shape == (320, 16)
+    assert any(d.name == "vocabulary" and d.value == len(DRAFTED) for d in checkpoint.decisions)
 
 
 @pytest.mark.parametrize(
-    ("name", "table"),
+    ("changes", "text"),
     [
-        ("d2t", torch.arange(320)),  # absolute ids instead of offsets
-        ("d2t", torch.zeros(100, dtype=torch.int64)),
-        ("t2d", torch.zeros(320, dtype=torch.bool)),
+        ({"d2t": torch.tensor([1, 4, 9, 318])}, "d2t must hold offsets.*it looks like absolute ids"),
+        ({"d2t": torch.tensor([1, 3, 7, 317])}, "increasing tokens below 320, but it gives 1 to 320"),
+        ({"d2t": torch.tensor([1, 3, 1, 297])}, "increasing tokens"),
+        ({"d2t": torch.tensor([-1, 3, 7, 297])}, "it gives -1 to 300"),
+        ({"d2t": torch.zeros(100, dtype=torch.int64)}, r"d2t is int64 \(100,\), expected int64 \(4,\)"),
+        ({"d2t": torch.zeros(4)}, "d2t is float32"),
+        ({"t2d": torch.ones(320, dtype=torch.bool)}, "t2d keeps 320 tokens and d2t names 4; they differ at token 0"),
+        ({"t2d": torch.ones(4, dtype=torch.bool)}, r"t2d is bool \(4,\), expected bool \(320,\)"),
+        ({"d2t": None}, "draft_vocab_size is 4 of 320, but the files hold no d2t"),
     ],
-)
-def test_vocabulary_maps_must_be_the_identity(
-    tmp_path: Path, name: str, table: torch.Tensor
+)  # fmt: skip
+def test_vocabulary_maps_that_contradict(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], text: str
 ) -> None:
-    path = write_draft(tmp_path / "draft", layout="speculators")
-    edit_tensors(path, lambda weights: weights.update({name: table}))
-    with pytest.raises(CheckpointError, match=f"{name} .* maps a reduced vocabulary"):
+    path = write_draft(tmp_path / "draft", layout="speculators", drafted=DRAFTED)
+
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        for name, table in changes.items():
+            if table is None:
+                del weights[name]
+            else:
+                weights[name] = table
+
+    edit_tensors(path, edit)
+    with pytest.raises(CheckpointError, match=text):
+        read_draft(path)
+
+
+def test_size_of_the_draft_vocabulary_against_the_head(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", layout="speculators", drafted=DRAFTED)
+    edit_config(path, {"draft_vocab_size": 321})
+    with pytest.raises(
+        CheckpointError, match="draft_vocab_size is 321, expected 1 to vocab_size 320"
+    ):
+        read_draft(path)
+    edit_config(path, {"draft_vocab_size": 3})
+    with pytest.raises(CheckpointError, match=r"d2t is int64 \(4,\), expected int64 \(3,\)"):
         read_draft(path)
 
 

@@ -215,16 +215,23 @@ def test_inherited_quantization_is_decided_by_the_tensors(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "text"),
     [
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"dflash_config": {"use_swa": True, "swa_window_size": 128}},
-        {"sliding_window": 128, "use_sliding_window": True, "layer_types": None},
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is missing"),
+        ({"dflash_config": {"use_swa": True}}, "use_swa is true asks for a sliding window"),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 128}, "sliding_window": 64},
+         "swa_window_size is 128, but sliding_window is 64: remove the wrong one"),
+        ({"dflash_config": {"use_swa": False}, "sliding_window": 64,
+          "layer_types": ["full_attention", "sliding_attention"]},
+         "use_swa is false, but layer_types holds 'sliding_attention'"),
+        ({"dflash_config": {"causal": True}}, "causal is True"),
     ],
-)
-def test_sliding_windows_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_sliding_windows_that_contradict(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
     path = write_draft(tmp_path / "draft", config=changes)
-    with pytest.raises(CheckpointError, match="sliding-window attention is not supported yet"):
+    with pytest.raises(CheckpointError, match=text):
         read_draft(path)
 
 

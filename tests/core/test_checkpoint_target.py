@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dspark_trt.checkpoint import check_pair, read_draft, read_target
-from dspark_trt.config import RopeConfig, TargetFamily
+from dspark_trt.config import ExpertsConfig, RopeConfig, TargetConfig, TargetFamily
 from dspark_trt.errors import CheckpointError
 from tests.checkpoints import edit_config, edit_tensors, write_draft, write_target
 
@@ -52,9 +52,10 @@ def test_family_without_model_type_is_read_off_the_tensors(tmp_path: Path, famil
 
 
 def test_unsupported_targets_are_named(tmp_path: Path) -> None:
-    path = write_target(tmp_path / "target", config={"model_type": "qwen3_moe"})
+    path = write_target(tmp_path / "target", config={"model_type": "mixtral"})
     with pytest.raises(
-        CheckpointError, match="'qwen3_moe' are not supported yet; supported: qwen3, llama"
+        CheckpointError,
+        match="'mixtral' are not supported yet; supported: qwen2, qwen3, qwen3_moe",
     ):
         read_target(path)
     edit_config(path, {"model_type": "llama"})
@@ -65,16 +66,72 @@ def test_unsupported_targets_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes", "windows"),
     [
-        {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
-        {"layer_types": None, "sliding_window": 4096},
+        ("mistral", {"layer_types": None, "sliding_window": 64}, (64,) * 4),
+        ("mistral", {"layer_types": None, "sliding_window": None}, ()),
+        ("mistral", {"layer_types": None, "sliding_window": 512}, ()),  # covers every position
+        ("qwen3", {"layer_types": None, "sliding_window": 64}, ()),  # use_sliding_window is off
+        ("qwen3", {"layer_types": None, "sliding_window": 64, "use_sliding_window": True,
+                   "max_window_layers": 3}, (None, None, None, 64)),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2,
+                   "sliding_window": 64}, (None, 64) * 2),
     ],
-)
-def test_targets_with_windows_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_windows_of_targets(
+    tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    target = read_target(write_target(tmp_path / "target", family=family, config=changes))
+    assert target.config.decoder.windows == windows
+    assert TargetConfig.from_json(target.config.to_json()) == target.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+         "layer_types asks for a sliding window, but sliding_window is missing"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64},
+         "layer_types has 1 entries, expected 4"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "'chunked_attention'"),
+        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 0},
+         "a sliding window must be at least 1, got 0"),
+        ({"layer_types": None, "sliding_window": "4k"}, "sliding_window is '4k', expected an integer"),
+    ],
+)  # fmt: skip
+def test_windows_that_contradict(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     path = write_target(tmp_path / "target", family="mistral", config=changes)
-    with pytest.raises(CheckpointError, match="sliding-window attention is not supported yet"):
+    with pytest.raises(CheckpointError, match=text):
         read_target(path)
+
+
+def test_experts(tmp_path: Path) -> None:
+    path = write_target(tmp_path / "target", family="qwen3_moe")
+    experts = read_target(path).config.decoder.experts
+    assert experts == ExpertsConfig(
+        count=5, per_token=2, intermediate_size=24, normalised=True, layers=(0, 1, 2)
+    )
+    assert TargetConfig.from_json(read_target(path).config.to_json()).decoder.experts == experts
+    edit_config(path, {"num_experts_per_tok": 6})
+    with pytest.raises(CheckpointError, match="6 of 5 experts a token is impossible"):
+        read_target(path)
+    edit_config(path, {"num_experts_per_tok": 2, "num_experts": 4})
+    with pytest.raises(
+        CheckpointError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.4\.down_proj"
+    ):
+        read_target(path)
+    edit_config(path, {"num_experts": 5, "mlp_only_layers": [0, 3]})
+    with pytest.raises(CheckpointError, match=r"missing: layers\.0\.mlp\.down_proj\.weight"):
+        read_target(path)
+
+
+def test_qwen2_has_biases_without_a_key(tmp_path: Path) -> None:
+    decoder = read_target(write_target(tmp_path / "target", family="qwen2")).config.decoder
+    assert (decoder.attention_bias, decoder.output_bias, decoder.qk_norm) == (
+        True,
+        False,
+        False,
+    )
 
 
 def test_untied_head_must_be_there(tmp_path: Path) -> None:
@@ -129,6 +186,23 @@ def test_stop_tokens(tmp_path: Path) -> None:
     assert any("eos_token_id" in text for text in target.warnings)
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_llama3_and_linear_scaling(tmp_path: Path) -> None:
+    assert rope_of(tmp_path, 5e5, rope_scaling=LLAMA3) == RopeConfig(
+        theta=5e5, llama3_factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_positions=8192,
+    )  # fmt: skip
+    linear = {"type": "linear", "factor": 2.0}
+    assert rope_of(tmp_path, 1e4, rope_scaling=linear) == RopeConfig(
+        theta=1e4, linear_factor=2.0
+    )
+
+
 def rope_of(path: Path, theta: float | None, **settings: Any) -> RopeConfig:
     write_target(path, config={"rope_theta": theta, **settings})
     return read_target(path).config.decoder.rope
@@ -167,9 +241,16 @@ def test_yarn_with_two_scales(tmp_path: Path) -> None:
     [
         (None, {}, "rope_theta is missing"),
         (-1.0, {}, "rope theta must be positive"),
-        (1e4, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "RoPE type 'llama3'"),
-        (1e4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'"),
-        (1e4, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE type 'linear'"),
+        (1e4, {"rope_scaling": {"type": "llama3", "factor": 8.0}},
+         "llama3 RoPE scaling needs original_max_position_embeddings, low_freq_factor"),
+        (1e4, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, r"low_freq_factor 4\.0 must be"),
+        (1e4, {"rope_scaling": LLAMA3 | {"beta_fast": 4}}, "does not know: beta_fast"),
+        (1e4, {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+         "RoPE type 'dynamic'.*keys would have to be rotated again"),
+        (1e4, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE type 'longrope'"),
+        (1e4, {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE type 'ntk'"),
+        (1e4, {"rope_scaling": {"type": "linear"}}, "linear RoPE scaling needs factor"),
+        (1e4, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "linear factor must be"),
         (1e4, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "YaRN needs factor and"),
         (1e4, {"rope_scaling": {"type": "yarn", **YARN, "factor": "4"}}, "factor is '4'"),
         (1e4, {"rope_scaling": {"type": "yarn", **YARN, "gamma": 1}}, "does not know: gamma"),

@@ -53,6 +53,25 @@ def test_yarn_equals_transformers(theta: float, truncate: bool, yarn: dict[str, 
     assert our_factor == pytest.approx(factor)
 
 
+@pytest.mark.parametrize(("factor", "theta"), [(8.0, 5e5), (32.0, 5e5), (4.0, 1e4)])
+def test_llama3_equals_transformers(factor: float, theta: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = {
+        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = LlamaConfig(
+        head_dim=HEAD_DIM, rope_parameters=settings, max_position_embeddings=1 << 17
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    rope = RopeConfig(theta=theta, llama3_factor=factor, original_positions=8192)
+    ours, our_scale = inverse_frequencies(rope, HEAD_DIM)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    assert scale == our_scale == 1.0
+
+
 def test_table_is_exact_at_far_positions() -> None:
     """Angles in float32: at position 30,000 the fastest pair is wrong by less than 3e-3 radians."""
     decoder = DecoderConfig(

@@ -19,6 +19,10 @@ TAPS = (-1, 0, 2)
 PROMPTS = ([3, 14, 15, 92, 65, 35, 89, 79, 32], [7], [2, 71, 82, 81] * 10)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "qwen3-untied": {"family": "qwen3", "tied": False},
@@ -40,6 +44,33 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {
             "rope_scaling": YARN
             | {"beta_fast": 8, "beta_slow": 2, "attention_factor": 1.3, "truncate": False}
+        },
+    },
+    "qwen2": {"family": "qwen2", "tied": False},
+    "qwen3-moe": {"family": "qwen3_moe", "tied": False},
+    "qwen3-moe-plain-sums": {
+        "family": "qwen3_moe",
+        "config": {"norm_topk_prob": False, "num_experts_per_tok": 3},
+    },
+    "llama3-rope": {"family": "llama", "config": {"rope_scaling": LLAMA3}},
+    "linear-rope": {
+        "family": "llama", "config": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    },
+    "mistral-window": {
+        "family": "mistral", "tied": False, "config": {"sliding_window": 9, "layer_types": None},
+    },
+    "qwen2-window-in-upper-layers": {
+        "family": "qwen2",
+        "config": {
+            "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2,
+            "layer_types": None,
+        },
+    },
+    "qwen3-window-by-layer-types": {
+        "family": "qwen3",
+        "config": {
+            "sliding_window": 5, "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     },
     "yarn-mscale": {
