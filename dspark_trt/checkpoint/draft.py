@@ -69,7 +69,7 @@ def read_draft(
         path=folder,
         format=dialect.name,
         config=config,
-        tensors=tensors | vocabulary.maps,
+        tensors={**tensors, **vocabulary.maps},
         decisions=tuple(notes.decisions),
         warnings=tuple(notes.warnings),
         borrowed=borrowed,

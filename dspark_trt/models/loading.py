@@ -110,7 +110,7 @@ def parameter_sources(
     module: nn.Module, tensors: Mapping[str, TensorRef], dtype: torch.dtype
 ) -> dict[str, ParameterSource]:
     """Sources of all parameters, by the module's names."""
-    sources = {}
+    sources: dict[str, ParameterSource] = {}
     for name, _ in module.named_parameters(remove_duplicate=False):
         canonical = name.removeprefix("backbone.")
         if canonical == "vocabulary.index":

@@ -5,6 +5,8 @@ A window never moves rows: the cache keeps them all, at their absolute positions
 lies behind the window.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -55,7 +57,7 @@ def masked_attention(
     ONNX `Attention` with `attn_mask` and `nonpad_kv_seqlen`; a row must pass both.
     """
     if torch.compiler.is_exporting():
-        attrs: dict[str, int | float] = {"is_causal": int(is_causal), "softmax_precision": 1}
+        attrs: dict[str, Any] = {"is_causal": int(is_causal), "softmax_precision": 1}
         if scale is not None:
             attrs["scale"] = scale
         node: Tensor = torch.onnx.ops.symbolic(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduced draft vocabularies: drafts are target tokens, and q is zero exactly where nothing is drafted."""
+"""Reduced draft vocabularies: drafts are target tokens, and q is zero exactly where nothing is drafted.
+The bundle here also has windows in both models and a target with experts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from dspark_trt.export.bundle_from_checkpoints import export_bundle
 from dspark_trt.models.loading import load_drafter
 from dspark_trt.models.vocabulary import UNDRAFTABLE
 from dspark_trt.plugins.specification import verify_rejection
-from tests.checkpoints import write_draft, write_target
+from tests.checkpoints import Dims, write_draft, write_target
 from tests.export.draft_reference import (
     ANCHORS,
     SIZES,
@@ -67,9 +69,22 @@ def test_config_survives_json(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("reduced")
-    how = HOW | {"layers": 1, "head": "rnn", "gamma": 2}
-    draft = write_draft(folder / "draft", drafted=DRAFTED, **how)
-    target = write_target(folder / "target")
+    how = HOW | {
+        "layers": 2,
+        "head": "rnn",
+        "gamma": 2,
+        "target_layers": 3,
+        "target_layer_ids": (1,),
+    }
+    sizes = Dims(layers=2).decoder_json()
+    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+    inner = {"transformer_layer_config": sizes | windows}
+    draft = write_draft(folder / "draft", drafted=DRAFTED, config=inner, **how)
+    windows = {
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        "sliding_window": 4,
+    }
+    target = write_target(folder / "target", family="qwen3_moe", layers=3, config=windows)
     return export_bundle(read_draft(draft), read_target(target), folder / "bundle")
 
 
