@@ -4,7 +4,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
@@ -129,7 +129,7 @@ class AsyncEngine:
         self._is_closing = True
         self._leave(lambda: None)  # wakes the thread; it stops when nothing is left to do
         self._thread.join(drain_s)
-        self._leave(self._abort_all)
+        self._abort(self._deliver)
         self._thread.join()
         self._engine.close()
 
@@ -164,6 +164,13 @@ class AsyncEngine:
         """Drop requests whether they are queued, running or finished. Read after the note that fills the list."""
         self._leave(lambda: self._drop(request_ids))
 
+    def _abort(self, request_ids: Iterable[int]) -> None:
+        def abort() -> None:
+            for request_id in list(request_ids):
+                self._engine.abort(request_id)
+
+        self._leave(abort)
+
     # The engine's thread -------------------------------------------------------------------------
 
     def _submit(
@@ -175,7 +182,7 @@ class AsyncEngine:
             raise EngineClosedError(f"the engine takes no more requests{cause}")
         try:
             for request in requests:
-                known.append(self._engine.submit(request))
+                known.append(self._engine.submit(request))  # noqa: PERF401 - known if the next is refused
         except DSparkError:
             self._drop(known)
             raise
@@ -188,10 +195,6 @@ class AsyncEngine:
             self._deliver.pop(request_id, None)
             self._engine.abort(request_id)
             self._engine.discard(request_id)
-
-    def _abort_all(self) -> None:
-        for request_id in list(self._deliver):
-            self._engine.abort(request_id)
 
     def _run(self) -> None:
         while not (self._is_closing and not self._engine.has_work and self._notes.empty()):
@@ -263,8 +266,12 @@ class RequestGroup:
             self.completions[event.request_id] = done
         return event
 
+    def abort(self) -> None:
+        """End what still runs; the last events say so. Does not wait."""
+        self._engine._abort(self._known)
+
     def close(self) -> None:
-        """Abort what still runs. Does not wait, and may be called twice."""
+        """Abort what still runs, without further events. Does not wait, and may be called twice."""
         if not self.request_ids or len(self.completions) < len(self.request_ids):
             self._engine._forget(self._known)
 

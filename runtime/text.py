@@ -77,6 +77,10 @@ class TextCodec:
         """Text of tokens, special ones left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def piece(self, token_id: int) -> str:
+        """One token by itself, special ones by their name; bytes of a part of a character as U+FFFD."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
 
 def _refuse(message: str) -> None:
     """Chat templates call this on messages they cannot render."""

@@ -21,6 +21,7 @@ _COMMANDS = {
     "attach-verify": "attach_verify",
     "build": "build",
     "chat": "chat",
+    "serve": "serve",
 }
 
 

@@ -17,7 +17,9 @@ class ServerSettings:
     max_output_tokens: int | None = None  # None: what the context holds; also for each choice
     max_choices: int = 16  # sequences of one request: prompts times n
     max_concurrent_requests: int = 256  # running and waiting; beyond it 503
-    requests_per_minute: float | None = None  # of a key, or of an address where there are no keys
+    requests_per_minute: float | None = (
+        None  # of a key, or of an address where there are no keys
+    )
     request_timeout_s: float | None = None  # from arrival to the last token
     drain_s: float = 30.0  # how long running requests may go on after SIGTERM
     log_prompts: bool = False  # texts in the access log

@@ -60,7 +60,7 @@ def test_files_begin_with_their_licence() -> None:
 def test_licence_and_type_marker_are_shipped() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert CONFIG["project"]["license-files"] == ["LICENSE"]
-    assert SETUPTOOLS["package-data"] == {"dspark_trt": ["py.typed"]}
+    assert SETUPTOOLS["package-data"]["dspark_trt"] == ["py.typed"]
     assert (ROOT / "dspark_trt" / "py.typed").exists()
 
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page: three static files and a policy that lets them load nothing else."""
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+_UI = Path(__file__).parent / "ui"
+_UI_FILES = {
+    "/ui": ("page.html", "text/html; charset=utf-8"),
+    "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
+}
+_UI_HEADERS = {
+    # Nothing from elsewhere, nothing inline: what a model writes stays text.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    """Open to everyone: the page has nothing of its own and asks for a key where there is one."""
+    router = APIRouter()
+    for path, (name, media_type) in _UI_FILES.items():
+        content = (_UI / name).read_bytes()
+
+        async def file(content: bytes = content, media_type: str = media_type) -> Response:
+            return Response(content, media_type=media_type, headers=_UI_HEADERS)
+
+        router.add_api_route(path, file, methods=["GET"], include_in_schema=False)
+    return router
