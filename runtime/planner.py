@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BYPASSED = "drafting does not pay: bypassed"
-_TOGETHER = 4  # rounds, and four times as many outcomes (requests times rounds)
+LEARNED_TOGETHER = 4  # rounds, and four times as many outcomes (requests times rounds)
 _FIXED_TOGETHER = 64  # only drift learns from fixed lengths, and it is read by people
 
 
@@ -107,7 +107,9 @@ class Planner:
         self._is_known = True  # whether drafting pays at this load
         self._stopped = np.zeros(0, np.bool_)  # [R] whose drafting does not
         self._some_stopped = False
-        self._patience = _TOGETHER if self._bypass or not self._is_fixed else _FIXED_TOGETHER
+        self._patience = (
+            LEARNED_TOGETHER if self._bypass or not self._is_fixed else _FIXED_TOGETHER
+        )
 
     @property
     def _is_fixed(self) -> bool:

@@ -20,6 +20,7 @@ from dspark_trt.errors import RequestError
 from dspark_trt.runtime.break_even import plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
+from dspark_trt.runtime.planner import LEARNED_TOGETHER
 from dspark_trt.runtime.scheduler import (
     Algorithm1,
     Asynchronous,
@@ -209,11 +210,13 @@ class _Engine:
     ) -> None:
         self.workload, self.policy, self.table, self.slots = workload, policy, table, slots
         self.history = ConfidenceHistory()
-        self.bypass = None if policy.bypass is None else policy.bypass.start(slots.load.slots)
+        self.accounts = (
+            None if policy.bypass is None else _Accounts(policy.bypass, table, slots.load.slots)
+        )
 
     def join(self, slots: Ints) -> None:
-        if self.policy.bypass is not None and self.bypass is not None and slots.size:
-            self.bypass = self.policy.bypass.joined(self.bypass, slots)
+        if self.accounts is not None and slots.size:
+            self.accounts.join(slots)
 
     def step(self, running: Ints) -> tuple[Ints, int, float]:  # [R]
         """Committed tokens of each request, drafts verified, seconds."""
@@ -230,9 +233,10 @@ class _Engine:
             return np.ones(requests, np.int64), 0, float(seconds[0])
         limits = np.minimum(slots.remaining[running] - 1, workload.gamma)
         drafted = None
-        if self.policy.bypass is not None and self.bypass is not None:
-            drafted = self.policy.bypass.drafting(self.bypass, running)
-            limits = limits * drafted
+        if self.accounts is not None:
+            drafted = self.accounts.drafting(running)
+            if drafted is not None:
+                limits = limits * drafted
         lengths = self._lengths(running, row, limits, context)
         tokens = int(lengths.sum())
         drafting = requests if drafted is None else int(drafted.sum())
@@ -245,11 +249,8 @@ class _Engine:
         )
         seconds = seconds + self.policy.draft_share * self.table.draft_cost(drafting, context)
         kept = np.minimum(accepted, lengths)
-        if self.policy.bypass is not None and self.bypass is not None and drafted is not None:
-            spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
-            self.bypass = self.policy.bypass.updated(
-                self.bypass, running, drafted=drafted, spent=spent, accepted=kept
-            )
+        if self.accounts is not None:
+            self.accounts.learn(drafted, lengths, kept, context)
         return kept + 1, tokens, float(seconds[0])
 
     def _lengths(self, running: Ints, row: Ints, limits: Ints, context: float | None) -> Ints:
@@ -265,6 +266,67 @@ class _Engine:
         stale = self.history.stale(ids)
         self.history = self.history.push(ids, confidence)
         return scheduler.plan(confidence, stale=stale, limits=limits, context_tokens=context)
+
+
+class _Accounts:
+    """The bypass; as in the engine, some rounds are learned from together once drafting is known to pay."""
+
+    def __init__(self, bypass: Bypass, table: CostModel, slots: int) -> None:
+        self.bypass, self.table = bypass, table
+        self.state = bypass.start(slots)
+        self.running = np.zeros(0, np.int64)
+        self.everyone = np.zeros(0, np.bool_)
+        self.all_draft = False
+        self.unlearned: list[tuple[Ints, Ints]] = []  # lengths and accepted drafts of a round
+        self.context: float | None = None
+
+    def join(self, slots: Ints) -> None:
+        self._learn_together()
+        self.state = self.bypass.joined(self.state, slots)
+
+    def drafting(self, running: Ints) -> NDArray[np.bool_] | None:  # [R]; None: all do
+        if running is not self.running:
+            self._learn_together()
+            self.running, self.everyone = running, np.ones(running.size, np.bool_)
+            self._look_up()
+        return None if self.all_draft else self.bypass.drafting(self.state, running)
+
+    def learn(
+        self,
+        drafted: NDArray[np.bool_] | None,
+        lengths: Ints,
+        accepted: Ints,
+        context: float | None,
+    ) -> None:
+        if drafted is not None:
+            self._learn(drafted, lengths, accepted, context)
+            return
+        self.unlearned.append((lengths, accepted))
+        self.context = context
+        rounds = len(self.unlearned)
+        if rounds >= LEARNED_TOGETHER and rounds * lengths.size >= 4 * LEARNED_TOGETHER:
+            self._learn_together()
+
+    def _learn_together(self) -> None:
+        if self.unlearned:
+            lengths, accepted = map(np.stack, zip(*self.unlearned, strict=True))
+            self.unlearned = []
+            everyone = np.broadcast_to(self.everyone, lengths.shape)
+            self._learn(everyone, lengths, accepted, self.context)
+
+    def _learn(
+        self, drafted: NDArray[np.bool_], lengths: Ints, accepted: Ints, context: float | None
+    ) -> None:
+        spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
+        self.state = self.bypass.updated(
+            self.state, self.running, drafted=drafted, spent=spent, accepted=accepted
+        )
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self.all_draft = self.bypass.knows(self.state, self.running.size) and not np.any(
+            self.state.stopped[self.running]
+        )
 
 
 class _Tally:
