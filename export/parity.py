@@ -21,7 +21,7 @@ from dspark_trt.errors import BackendError, CheckpointError
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
 from dspark_trt.export.verify_cases import Arrays, verify_cases
 from dspark_trt.models.loading import load_drafter, load_target
-from dspark_trt.models.stored_weights import stored_drafter, stored_target
+from dspark_trt.models.stored_weights import StoredWeights
 from dspark_trt.models.vocabulary import UNDRAFTABLE
 from dspark_trt.plugins.specification import verify_rejection
 
@@ -88,12 +88,12 @@ def _graphs(
     bundle: Bundle, draft: DraftCheckpoint | None, target: TargetCheckpoint | None
 ) -> list[Graph]:
     """The modules behind the graphs, with weights."""
-    dtype = TORCH_DTYPES[bundle.dtype]
+    dtype, stored = TORCH_DTYPES[bundle.dtype], StoredWeights(bundle)
     if draft is not None:
         _check_source(draft, bundle.draft_source)
         drafter = load_drafter(draft, target, dtype)
     else:
-        drafter = stored_drafter(bundle)
+        drafter = stored.drafter()
     graphs = draft_graphs(drafter, bundle.dtype)
     if bundle.target is None:
         return graphs
@@ -102,7 +102,7 @@ def _graphs(
         _check_source(target, bundle.target_source)
         served = load_target(target, layers, dtype)
     else:
-        served = stored_target(bundle)
+        served = stored.target()
     return [*graphs, target_graph(served, bundle.draft, bundle.dtype)]
 
 
@@ -301,5 +301,6 @@ def _limit(reference: NDArray[Any], tolerance: float) -> float:
     if reference.dtype.kind == "i":
         return 0.0
     # A limit drawn from infinities, or from what stands for them, would pass everything.
-    finite = np.abs(reference[np.isfinite(reference) & (reference > UNDRAFTABLE)])
+    values = reference.astype(np.float64)
+    finite = np.abs(values[np.isfinite(values) & (values > UNDRAFTABLE)])
     return tolerance * max(1.0, float(finite.max(initial=0)) / _MAGNITUDE)

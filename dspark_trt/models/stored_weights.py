@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules filled from a bundle's own weights: the initializers of its graphs, under the modules' names."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,61 +19,65 @@ from dspark_trt.models.target import Target
 if TYPE_CHECKING:
     from onnx import TensorProto
 
-Place = Callable[[Tensor], Tensor]  # where a weight is to live: moves it to a device
 
+class StoredWeights:
+    """Reads weights of a bundle, each once: what models or graphs share is one tensor.
 
-def stored_drafter(bundle: Bundle, place: Place | None = None) -> Drafter:
-    """The drafter with the weights of the bundle.
-
-    Raises:
-        BundleError: no graph holds a parameter.
+    Without a device they stay mapped to the file, private to this process.
     """
-    module = drafter_skeleton(bundle.draft)
-    fill(module, stored_weights(bundle, ("draft", "context"), module, place))
-    return module
 
+    def __init__(self, bundle: Bundle, device: torch.device | None = None) -> None:
+        self._bundle, self._device = bundle, device
+        self._seen: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
-def stored_target(bundle: Bundle, place: Place | None = None) -> Target:
-    """The target with the weights of the bundle.
+    def drafter(self) -> Drafter:
+        """The drafter with its weights.
 
-    Raises:
-        BundleError: the bundle has no target, or no graph holds a parameter.
-    """
-    bundle.graph_path("target")
-    assert bundle.target is not None  # graph_path has refused a bundle without target
-    module = target_skeleton(bundle.target, bundle.draft.target_layer_ids)
-    fill(module, stored_weights(bundle, ("target",), module, place))
-    return module
+        Raises:
+            BundleError: no graph holds a parameter.
+        """
+        module = drafter_skeleton(self._bundle.draft)
+        fill(module, self._of(("draft", "context"), module))
+        return module if self._device is None else module.to(self._device)
 
+    def target(self) -> Target:
+        """The target with its weights.
 
-def stored_weights(
-    bundle: Bundle, graphs: Iterable[str], module: nn.Module, place: Place | None = None
-) -> dict[str, Tensor]:
-    """Every parameter of `module` from the graphs of a bundle.
+        Raises:
+            BundleError: the bundle has no target, or no graph holds a parameter.
+        """
+        self._bundle.graph_path("target")
+        assert self._bundle.target is not None  # graph_path has refused a bundle without target
+        module = target_skeleton(self._bundle.target, self._bundle.draft.target_layer_ids)
+        fill(module, self._of(("target",), module))
+        return module if self._device is None else module.to(self._device)
 
-    Args:
-        bundle: whose files to read.
-        graphs: names of the graphs that hold the module's parameters.
-        module: whose parameters, by name.
-        place: applied to each tensor; None: they stay mapped to the file, private to this process.
+    def _of(self, graphs: tuple[str, ...], module: nn.Module) -> dict[str, Tensor]:
+        wanted = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        stored: dict[str, Tensor] = {}
+        for graph in graphs:
+            for tensor in _initializers(self._bundle.graph_path(graph)):
+                name = tensor.name.removesuffix(TRANSPOSED_SUFFIX)
+                if name in wanted and name not in stored:
+                    value = self._read(tensor)
+                    stored[name] = value if name == tensor.name else value.t()
+        if missing := [name for name in wanted if name not in stored]:
+            raise BundleError(
+                f"{self._bundle.path}: no graph holds {', '.join(missing)}. Export the bundle again."
+            )
+        return stored
 
-    Raises:
-        BundleError: no graph of `graphs` holds a parameter.
-    """
-    wanted = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    stored: dict[str, Tensor] = {}
-    for graph in graphs:
-        for tensor in _initializers(bundle.graph_path(graph)):
-            name = tensor.name.removesuffix(TRANSPOSED_SUFFIX)
-            if name in wanted and name not in stored:
-                value = _mapped(tensor, bundle.path)
-                value = value if place is None else place(value)
-                stored[name] = value if name == tensor.name else value.t()
-    if missing := [name for name in wanted if name not in stored]:
-        raise BundleError(
-            f"{bundle.path}: no graph holds {', '.join(missing)}. Export the bundle again."
-        )
-    return stored
+    def _read(self, tensor: "TensorProto") -> Tensor:
+        dtype = _torch_dtype(tensor.data_type)
+        if not tensor.external_data:
+            inline = torch.frombuffer(bytearray(tensor.raw_data), dtype=dtype)
+            return inline.view(*tensor.dims).to(self._device)
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        place = (where["location"], where.get("offset", "0"), tuple(tensor.dims))
+        if place not in self._seen:
+            file = self._bundle.path / place[0]
+            self._seen[place] = _mapped(file, int(place[1]), place[2], dtype).to(self._device)
+        return self._seen[place]
 
 
 def _initializers(graph: Path) -> Iterator["TensorProto"]:
@@ -82,21 +86,11 @@ def _initializers(graph: Path) -> Iterator["TensorProto"]:
     yield from onnx.load(graph, load_external_data=False).graph.initializer
 
 
-def _mapped(tensor: "TensorProto", folder: Path) -> Tensor:
-    dtype = _torch_dtype(tensor.data_type)
-    if not tensor.external_data:
-        return torch.frombuffer(bytearray(tensor.raw_data), dtype=dtype).view(*tensor.dims)
-    where = {entry.key: entry.value for entry in tensor.external_data}
-    nbytes = prod(tensor.dims) * dtype.itemsize
-    start = int(where.get("offset", 0))
-    # Mapped from the file's beginning: pages are read when they are touched.
-    whole = torch.from_file(
-        str(folder / where["location"]),
-        shared=False,
-        size=start + nbytes,
-        dtype=torch.uint8,
-    )
-    return whole[start:].view(dtype).view(*tensor.dims)
+def _mapped(file: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Mapped from the file's beginning on; pages are read when they are touched."""
+    stop = offset + prod(shape) * dtype.itemsize
+    whole = torch.from_file(str(file), shared=False, size=stop, dtype=torch.uint8)
+    return whole[offset:].view(dtype).view(*shape)
 
 
 def _torch_dtype(data_type: int) -> torch.dtype:

@@ -7,22 +7,39 @@ from dataclasses import dataclass, replace
 from dspark_trt.bundle import WEIGHTS, Bundle
 from dspark_trt.errors import BackendError
 from dspark_trt.runtime.backends.interface import (
+    Backend,
     BackendOptions,
     DraftModel,
     TargetModel,
     Verifier,
 )
 
-BACKENDS = ("onnxruntime",)
+__all__ = ["BACKENDS", "Backend", "open_backend"]
+
+BACKENDS = ("onnxruntime", "torch")
+
+
+def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = None) -> Backend:
+    """Choose a backend for a bundle.
+
+    Raises:
+        BackendError: unknown name, a library or device that is missing, or a precision the backend cannot
+            run.
+    """
+    options = options or BackendOptions()
+    match name:
+        case "onnxruntime":
+            return _ort_backend(bundle, options)
+        case "torch":
+            return _torch_backend(bundle, options)
+    raise BackendError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """Opens the parts of one bundle. Models share nothing but the files."""
-
-    name: str
+class OrtBackend:
     bundle: Bundle
     options: BackendOptions
+    name: str = "onnxruntime"
 
     def draft_model(self, requests: int) -> DraftModel:
         from dspark_trt.runtime.backends.ort import OrtDraftModel
@@ -40,23 +57,25 @@ class Backend:
         return OrtVerifier(self.bundle, requests, self.options)
 
 
-def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = None) -> Backend:
-    """Choose a backend for a bundle.
-
-    Raises:
-        BackendError: unknown name, or a precision the backend cannot run.
-    """
-    if name not in BACKENDS:
-        raise BackendError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
+def _ort_backend(bundle: Bundle, options: BackendOptions) -> Backend:
     if bundle.dtype == "bfloat16":
         raise BackendError(
             "onnxruntime's CPU provider has no bfloat16 kernels. "
             "Export the bundle again with --dtype float32 or float16."
         )
-    options = options or BackendOptions()
     if options.threads is None:
         options = replace(options, threads=_threads_for(bundle))
-    return Backend(name, bundle, options)
+    return OrtBackend(bundle, options)
+
+
+def _torch_backend(bundle: Bundle, options: BackendOptions) -> Backend:
+    try:
+        from dspark_trt.runtime.backends.torch_backend import TorchBackend
+    except ImportError as error:
+        raise BackendError(
+            f"backend torch needs torch and onnx ({error}). Install them with: pip install torch onnx"
+        ) from error
+    return TorchBackend(bundle, options)
 
 
 # Below this much weight a product is over before a second thread has woken up.

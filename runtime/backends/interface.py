@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.ragged import RaggedRows
 
 Floats = NDArray[np.float32]
@@ -116,7 +117,32 @@ class Verifier(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """`threads` None: chosen for the machine. `providers` are onnxruntime's execution providers."""
+    """`threads` None: chosen for the machine. `providers` are onnxruntime's execution providers; the
+    others choose a `device` ("cpu", "cuda", "cuda:1"; None: a GPU where there is one).
+    """
 
     threads: int | None = None
     providers: tuple[str, ...] = field(default=("CPUExecutionProvider",))
+    device: str | None = None
+    max_graphs: int = (
+        64  # captured CUDA graphs of each step; 0: none, steps are launched one by one
+    )
+
+
+class Backend(Protocol):
+    """Opens the parts of one bundle for so many requests. Models share nothing but files and weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bundle(self) -> Bundle: ...
+
+    @property
+    def options(self) -> BackendOptions: ...
+
+    def draft_model(self, requests: int) -> DraftModel: ...
+
+    def target_model(self, requests: int) -> TargetModel: ...
+
+    def verifier(self, requests: int) -> Verifier: ...

@@ -55,7 +55,7 @@ class Buckets:
         return None if wanted is None else GraphKey(padded, wanted)
 
     def require(self, batch: int, rows: int) -> GraphKey:
-        """`find`, or:
+        """What `find` finds.
 
         Raises:
             CapacityError: no bucket is large enough.

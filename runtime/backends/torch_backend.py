@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `torch` backend: reference modules with the bundle's own weights, in CUDA graphs on a GPU.
+
+On a CPU the same buffers, buckets and padding are used without graphs.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from dspark_trt.bundle import Bundle
+from dspark_trt.config import DecoderConfig, DraftConfig, TargetConfig
+from dspark_trt.errors import BackendError
+from dspark_trt.models.drafter import Drafter
+from dspark_trt.models.stored_weights import StoredWeights
+from dspark_trt.models.target import Target
+from dspark_trt.runtime.backends.interface import (
+    BackendOptions,
+    DraftModel,
+    TargetModel,
+    Verifier,
+)
+from dspark_trt.runtime.backends.torch_buffers import StaticBuffers
+from dspark_trt.runtime.backends.torch_caches import DeviceCaches
+from dspark_trt.runtime.backends.torch_graphs import Capture, StepGraphs, cuda_capture
+from dspark_trt.runtime.backends.torch_models import (
+    DeviceDraftModel,
+    DeviceTargetModel,
+    DeviceVerifier,
+)
+from dspark_trt.runtime.backends.torch_steps import (
+    ModuleSteps,
+    Steps,
+    graph_contracts,
+    wanted_buffers,
+)
+from dspark_trt.runtime.cuda_graphs.buckets import Buckets
+from dspark_trt.runtime.cuda_graphs.buffers import plan_buffers
+from dspark_trt.runtime.cuda_graphs.padding import scratch_rows
+
+
+class DeviceParts:
+    """Buffers, caches, graphs and models of up to `requests` requests, whoever runs the steps.
+
+    Drafter, target and verifier share the buffers: logits go from one to the next without a copy.
+    """
+
+    def __init__(
+        self,
+        draft: DraftConfig,
+        target: TargetConfig | None,
+        *,
+        dtype: str,
+        requests: int,
+        device: torch.device,
+        max_graphs: int,
+        top_logprobs: int,
+        buckets: Buckets | None = None,
+        fixed_rows: int | None = None,
+    ) -> None:
+        gamma = draft.gamma
+        self.draft_config, self.requests, self.device = draft, requests, device
+        self.buckets = buckets or Buckets.up_to(requests, gamma + 1)
+        batch, rows = self.buckets.batch[-1], self.buckets.rows[-1]
+        self.plan = plan_buffers(
+            wanted_buffers(graph_contracts(draft, target, dtype)),
+            {
+                "batch": batch,
+                "offsets": batch + 1,
+                "rows": rows,
+                "logit_rows": rows,
+                "padded": gamma + 1,
+            },
+        )
+        self.buffers = StaticBuffers(self.plan, device)
+        scratch = scratch_rows(gamma, draft.block_slots)
+
+        def caches(decoder: DecoderConfig) -> DeviceCaches:
+            return DeviceCaches(
+                decoder,
+                requests=batch,
+                dtype=getattr(torch, dtype),
+                device=device,
+                scratch=scratch,
+                fixed=fixed_rows,
+            )
+
+        self.draft_caches = caches(draft.decoder)
+        self.target_caches = None if target is None else caches(target.decoder)
+        self._max_graphs, self._top_logprobs = max_graphs, top_logprobs
+        self.capture: Capture | None = None
+        if device.type == "cuda" and max_graphs:
+            self.capture = cuda_capture(torch.cuda.graph_pool_handle())
+
+    def _graphs(self, name: str, step: Any, outputs: tuple[str, ...]) -> StepGraphs:
+        tensors = [self.buffers[o] for o in outputs if o in self.plan.placements]
+        return StepGraphs(name, step, tensors, capture=self.capture, limit=self._max_graphs)
+
+    def draft_model(self, steps: Steps) -> DeviceDraftModel:
+        outputs = ("draft.tokens", "draft.logits", "draft.confidence_logits")
+        graphs = self._graphs("draft", steps.draft, outputs)
+        return DeviceDraftModel(
+            self.draft_config, steps, self.buffers, self.draft_caches, graphs, self.buckets
+        )
+
+    def target_model(self, steps: Steps) -> DeviceTargetModel:
+        assert self.target_caches is not None
+        graphs = self._graphs("target", steps.target, ("verify.target_logits", "target.taps"))
+        return DeviceTargetModel(
+            self.draft_config.gamma,
+            steps,
+            self.buffers,
+            self.target_caches,
+            graphs,
+            self.buckets,
+        )
+
+    def verifier(self, steps: Steps) -> DeviceVerifier:
+        graphs = self._graphs("verify", steps.verify, ("verify.accepted", "verify.tokens"))
+        return DeviceVerifier(self.buffers, graphs, self.buckets, self._top_logprobs)
+
+    def module_steps(self, drafter: Drafter | None, target: Target | None) -> ModuleSteps:
+        return ModuleSteps(
+            drafter=drafter,
+            target=target,
+            buffers=self.buffers,
+            draft_caches=self.draft_caches,
+            target_caches=self.target_caches,
+            gamma=self.draft_config.gamma,
+            vocab_size=self.draft_config.decoder.vocab_size,
+            max_batch=self.buckets.batch[-1],
+        )
+
+
+class TorchBackend:
+    """Opens the parts of one bundle; weights go to the device once, and are shared by drafter and target."""
+
+    name = "torch"
+
+    def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
+        self.bundle, self.options = bundle, options
+        self.device = choose_device(options.device)
+        if options.threads is not None and self.device.type == "cpu":
+            torch.set_num_threads(options.threads)
+        self._weights = StoredWeights(bundle, self.device)
+        self._open: dict[int, tuple[DeviceParts, set[str]]] = {}
+
+    def draft_model(self, requests: int) -> DraftModel:
+        parts = self._parts(requests, "drafter")
+        return parts.draft_model(parts.module_steps(self._drafter, None))
+
+    def target_model(self, requests: int) -> TargetModel:
+        parts = self._parts(requests, "target")
+        return parts.target_model(parts.module_steps(None, self._target))
+
+    def verifier(self, requests: int) -> Verifier:
+        parts = self._parts(requests, "verifier")
+        return parts.verifier(parts.module_steps(None, None))
+
+    def _parts(self, requests: int, role: str) -> DeviceParts:
+        """Drafter, target and verifier of one engine share their parts; the next engine gets new ones."""
+        parts, taken = self._open.pop(requests, (None, set()))
+        if parts is None or role in taken:
+            parts, taken = self._new_parts(requests), set()
+        if len(taken) < 2:
+            self._open[requests] = (parts, taken | {role})
+        return parts
+
+    def _new_parts(self, requests: int) -> DeviceParts:
+        return DeviceParts(
+            self.bundle.draft,
+            self.bundle.target,
+            dtype=self.bundle.dtype,
+            requests=requests,
+            device=self.device,
+            max_graphs=self.options.max_graphs,
+            top_logprobs=self.bundle.top_logprobs,
+        )
+
+    @cached_property
+    def _drafter(self) -> Drafter:
+        return self._weights.drafter()
+
+    @cached_property
+    def _target(self) -> Target:
+        return self._weights.target()
+
+
+def choose_device(wanted: str | None) -> torch.device:
+    """The device asked for; by default a GPU where there is one.
+
+    Raises:
+        BackendError: no such device here, or the GPU is used without Triton.
+    """
+    name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BackendError(
+            f"device {name!r} is unknown; expected cpu, cuda or cuda:N"
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise BackendError(f"device {name!r}: the torch backend runs on cpu and cuda")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise BackendError(
+                f"device {name!r}: torch {torch.__version__} sees {count} CUDA devices. "
+                "Use --device cpu, or install a torch build for this GPU's CUDA version."
+            )
+        _require_triton()
+        torch.cuda.set_device(device)
+    return device
+
+
+def _require_triton() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        raise BackendError(
+            "on a GPU tokens are drawn and verified by Triton kernels, and triton is not installed. "
+            "Install it with: pip install 'dspark-trt[kernels]'"
+        )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as captured graphs, one a bucket; eagerly where there are none, or where they were refused."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dspark_trt.runtime.cuda_graphs.buckets import GraphKey, RecentGraphs
+
+_log = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+
+
+class StepGraphs:
+    """Runs `step(key)`, which reads and writes static buffers only and may be run again on the same inputs.
+
+    The first run of a bucket is eager; the graph captured then is replayed and has to give the same bits, or
+    this step uses no graphs any more: `refusal` says why, and so does the log.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[GraphKey], None],
+        outputs: Sequence[Tensor],
+        *,
+        capture: Capture | None,
+        limit: int,
+    ) -> None:
+        self.name = name
+        self.refusal: str | None = None
+        self.captured = self.replayed = 0
+        self._step, self._outputs, self._capture = step, outputs, capture
+        self._graphs: RecentGraphs[Replay] = RecentGraphs(max(limit, 1))
+        self._version = 0
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """Buckets with a graph, least recently used first."""
+        return self._graphs.keys
+
+    def run(self, key: GraphKey, version: int = 0) -> None:
+        """Run one step; `version` changes when buffers outside the plan (caches) have moved."""
+        with nvtx_range(f"{self.name} {key.batch}x{key.rows}"):
+            if self._capture is None or self.refusal is not None:
+                self._step(key)
+                return
+            if version != self._version:
+                self._graphs.clear()
+                self._version = version
+            replay = self._graphs.get(key)
+            if replay is not None:
+                self.replayed += 1
+                replay()
+            else:
+                self._first(key, self._capture)
+
+    def clear(self) -> None:
+        """Release all graphs: before the memory they point at."""
+        self._graphs.clear()
+
+    def _first(self, key: GraphKey, capture: Capture) -> None:
+        eager = self._outputs_of(lambda: self._step(key))
+        try:
+            replay = capture(lambda: self._step(key))
+            replayed = self._outputs_of(replay)
+        except RuntimeError as error:
+            self._refuse(key, f"capture failed: {str(error).strip().splitlines()[0]}")
+            return
+        if not all(map(_same_bits, eager, replayed)):
+            self._refuse(key, "a replay gave other bits than the eager step")
+            return
+        self.captured += 1
+        self._graphs.put(key, replay)
+
+    def _outputs_of(self, run: Callable[[], None]) -> list[Tensor]:
+        for output in self._outputs:
+            output.zero_()  # a graph that records nothing must not pass
+        run()
+        return [output.clone() for output in self._outputs]
+
+    def _refuse(self, key: GraphKey, reason: str) -> None:
+        self.refusal = f"{self.name} {key.batch}x{key.rows}: {reason}"
+        self._graphs.clear()
+        _log.warning("CUDA graphs are not used: %s", self.refusal)
+        self._step(key)
+
+
+def cuda_capture(pool: object) -> Capture:
+    """Capture into graphs that share one memory pool: they run one after the other."""
+
+    def capture(step: Callable[[], None]) -> Replay:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # kernels are compiled and libraries allocate before the capture
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        return graph.replay
+
+    return capture
+
+
+@contextmanager
+def nvtx_range(name: str) -> Iterator[None]:
+    """A named range in a profiler's timeline; nothing without CUDA."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

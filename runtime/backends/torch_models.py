@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafter, target and verifier over static buffers and captured graphs.
+
+Each call writes its inputs into the buffers, padded to a bucket, runs the bucket's graph, and reads what the
+host asks for. Logits and taps stay on the device until somebody looks (`DeviceArray`).
+"""
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark_trt.config import DraftConfig
+from dspark_trt.plugins.distribution import Processors as LogitProcessors
+from dspark_trt.plugins.distribution import process_logits
+from dspark_trt.plugins.specification import token_logprobs, verify_rejection
+from dspark_trt.runtime.backends.interface import (
+    CacheRows,
+    DraftInputs,
+    DraftOutput,
+    Floats,
+    TargetOutput,
+    Verification,
+    VerifyInputs,
+)
+from dspark_trt.runtime.backends.torch_buffers import DeviceArray, StaticBuffers
+from dspark_trt.runtime.backends.torch_caches import DeviceCaches
+from dspark_trt.runtime.backends.torch_graphs import StepGraphs
+from dspark_trt.runtime.backends.torch_steps import Prefill, Steps
+from dspark_trt.runtime.cuda_graphs.buckets import Buckets
+from dspark_trt.runtime.cuda_graphs.padding import (
+    own_pad_index,
+    pad_offsets,
+    pad_ragged,
+)
+from dspark_trt.runtime.ragged import RaggedRows
+
+
+class DeviceModel:
+    """What drafter and target share: caches, one row a request."""
+
+    def __init__(self, caches: DeviceCaches, graphs: StepGraphs) -> None:
+        self.caches, self.graphs = caches, graphs
+
+    @property
+    def capacity_rows(self) -> int:
+        return self.caches.capacity_rows
+
+    def reserve(self, context_tokens: int) -> None:
+        self.caches.reserve(context_tokens)
+
+    def swap_rows(self, first: int, second: int) -> None:
+        self.caches.swap(first, second)
+
+    def read_rows(self, row: int, count: int) -> CacheRows:
+        return self.caches.read_rows(row, count)
+
+    def write_rows(self, row: int, saved: CacheRows) -> None:
+        self.caches.write_rows(row, saved)
+
+    def close(self) -> None:
+        self.graphs.clear()  # before the memory they point at
+        self.caches.close()
+
+
+class DeviceDraftModel(DeviceModel):
+    def __init__(
+        self,
+        config: DraftConfig,
+        steps: Steps,
+        buffers: StaticBuffers,
+        caches: DeviceCaches,
+        graphs: StepGraphs,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(caches, graphs)
+        self._config = config
+        self._steps, self._buffers, self._buckets = steps, buffers, buckets
+        self._has_confidence = "draft.confidence_logits" in buffers.host
+
+    def append(self, row: int, taps: Floats, start: int) -> None:
+        self.reserve(start + len(taps))
+        if start == 0:
+            self.caches.clear(row)
+        self._steps.append(row, self._on_device(taps), start)
+
+    def _on_device(self, taps: Floats) -> Tensor:
+        if isinstance(taps, DeviceArray):
+            return taps.tensor
+        return torch.from_numpy(np.ascontiguousarray(taps, np.float32)).to(self._buffers.device)
+
+    def draft(self, inputs: DraftInputs) -> DraftOutput:
+        batch, buffers = len(inputs.anchor_ids), self._buffers
+        key = self._buckets.require(batch, batch)
+        self.reserve(int((inputs.context_len + inputs.new_len).max()))
+        for row in np.flatnonzero(inputs.context_len == 0):
+            self.caches.clear(int(row))
+        buffers.settle("draft.anchor_ids")
+        for name in DraftInputs._fields:
+            place = buffers.host[f"draft.{name}"]
+            place[:batch] = getattr(inputs, name)
+            if name != "new_taps":  # of requests with none nothing is read
+                place[batch : key.batch] = 0
+        buffers.host["draft.context_len"][batch : key.batch] = self.caches.scratch_start
+        buffers.upload("draft.anchor_ids", "draft.new_taps", batch)
+        self.graphs.run(key, self.caches.version)
+        read = ("draft.tokens", "draft.confidence_logits")[: 1 + self._has_confidence]
+        buffers.download(*read, count=batch).wait()
+        tokens, *confidence = (buffers.host[name][:batch] for name in read)
+        logits = DeviceArray(buffers["draft.logits"][:batch])
+        return DraftOutput(tokens, _as_floats(logits), confidence[0] if confidence else None)
+
+
+class DeviceTargetModel(DeviceModel):
+    def __init__(
+        self,
+        gamma: int,
+        steps: Steps,
+        buffers: StaticBuffers,
+        caches: DeviceCaches,
+        graphs: StepGraphs,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(caches, graphs)
+        self._padded = gamma + 1
+        self._steps, self._buffers, self._buckets = steps, buffers, buckets
+
+    def step(self, rows: RaggedRows) -> TargetOutput:
+        padded = rows.pad_index.shape[1]
+        self.reserve(int(rows.context_len.max()) + padded)
+        for row in np.flatnonzero(rows.context_len == 0):
+            self.caches.clear(int(row))
+        key = self._buckets.find(rows.batch, len(rows.token_ids))
+        if padded > self._padded or key is None:
+            return self._prefill(rows)
+        buffers, total = self._buffers, len(rows.token_ids)
+        filled = pad_ragged(
+            rows, key, padded=self._padded, scratch_start=self.caches.scratch_start
+        )
+        buffers.settle("target.token_ids")
+        for name, count in (
+            ("token_ids", key.rows), ("positions", key.rows), ("unpad_index", key.rows),
+            ("logit_rows", key.rows), ("context_len", key.batch), ("pad_index", key.batch),
+        ):  # fmt: skip
+            buffers.host[f"target.{name}"][:count] = getattr(filled, name)
+        buffers.upload("target.token_ids", "target.context_len", key.batch)
+        self.graphs.run(key, self.caches.version)
+        arrival = buffers.download("target.taps", count=total)
+        taps = DeviceArray(
+            buffers["target.taps"][:total], buffers.host["target.taps"][:total], arrival
+        )
+        return TargetOutput(self._logits(len(rows.logit_rows)), _as_floats(taps))
+
+    def _prefill(self, rows: RaggedRows) -> TargetOutput:
+        """Prompts have any shape: no graph, and caches only as far as the longest context."""
+        device = self._buffers.device
+
+        def moved(values: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+            return torch.tensor(values, device=device)
+
+        logits, taps = self._steps.prefill(
+            Prefill(
+                token_ids=moved(rows.token_ids),
+                positions=moved(rows.positions),
+                pad_index=moved(own_pad_index(rows)),
+                unpad_index=moved(rows.unpad_index),
+                logit_rows=moved(rows.logit_rows),
+                context_len=moved(rows.context_len),
+                span=int(rows.context_len.max()) + rows.pad_index.shape[1],
+            )
+        )
+        self._buffers["verify.target_logits"][: len(logits)].copy_(logits)
+        return TargetOutput(self._logits(len(logits)), _as_floats(DeviceArray(taps)))
+
+    def _logits(self, rows: int) -> Floats:
+        return _as_floats(DeviceArray(self._buffers["verify.target_logits"][:rows]))
+
+
+class DeviceVerifier:
+    def __init__(
+        self, buffers: StaticBuffers, graphs: StepGraphs, buckets: Buckets, top_logprobs: int
+    ) -> None:
+        self.graphs = graphs
+        self._buffers, self._buckets = buffers, buckets
+        self._top_logprobs = top_logprobs
+
+    def verify(self, inputs: VerifyInputs) -> Verification:
+        if inputs.processors is not None:
+            return verify_processed(inputs, self._top_logprobs)
+        batch, buffers = len(inputs.temperature), self._buffers
+        key = self._buckets.require(batch, len(inputs.target_logits))
+        self._place("verify.target_logits", inputs.target_logits)
+        if inputs.draft_logits.shape[-1]:  # none where nobody samples
+            self._place("draft.logits", inputs.draft_logits)
+        buffers.settle("verify.offsets")
+        buffers.host["verify.offsets"][: key.batch + 1] = pad_offsets(inputs.offsets, key.batch)
+        for name in ("temperature", "top_k", "top_p", "min_p", "draft_tokens", "uniforms"):
+            place = buffers.host[f"verify.{name}"]
+            place[:batch] = getattr(inputs, name)
+            place[batch : key.batch] = 0
+        buffers.upload("verify.offsets", "verify.uniforms", key.batch)
+        self.graphs.run(key)
+        buffers.download("verify.accepted", "verify.tokens", count=batch).wait()
+        return Verification(
+            buffers.host["verify.accepted"][:batch], buffers.host["verify.tokens"][:batch]
+        )
+
+    def _place(self, name: str, logits: Floats) -> None:
+        """Logits that a model of this backend left where they are need no copy; others are a host's."""
+        buffer = self._buffers[name]
+        if not isinstance(logits, DeviceArray):
+            buffer[: len(logits)].copy_(torch.from_numpy(np.ascontiguousarray(logits)))
+        elif logits.tensor.data_ptr() != buffer.data_ptr():
+            buffer[: len(logits)].copy_(logits.tensor)
+
+
+def verify_processed(inputs: VerifyInputs, top_logprobs: int) -> Verification:
+    """Penalties, masks and log-probabilities: by the specification, on the host."""
+    assert inputs.processors is not None
+    logits, draft_logits = np.asarray(inputs.target_logits), np.asarray(inputs.draft_logits)
+    processed = process_logits(
+        logits, inputs.offsets, inputs.draft_tokens, LogitProcessors(*inputs.processors)
+    )
+    verified = verify_rejection(
+        target_logits=processed,
+        offsets=inputs.offsets,
+        draft_tokens=inputs.draft_tokens,
+        draft_logits=draft_logits,
+        draft_temperature=inputs.temperature,
+        temperature=inputs.temperature,
+        top_k=inputs.top_k,
+        top_p=inputs.top_p,
+        min_p=inputs.min_p,
+        uniforms=inputs.uniforms,
+    )
+    shown = token_logprobs(logits, inputs.offsets, verified.tokens, top_logprobs)
+    return Verification(verified.accepted, verified.tokens, *shown)
+
+
+def _as_floats(array: DeviceArray) -> Floats:
+    """Every reader goes through NumPy's array protocol, which a `DeviceArray` answers."""
+    return cast("Floats", array)
