@@ -132,5 +132,5 @@ def check_options(
     if not rtx and find_spec("triton") is None:
         raise BackendError(
             "backend tensorrt compiles its verification kernels with triton, which is not installed. "
-            "Install it with: pip install 'dspark-trt[triton]'"
+            "Install it with: pip install 'dspark-trt[kernels]'"
         )
