@@ -89,7 +89,7 @@ class DraftAttention(nn.Module):
         else:
             visible = packing.visible[self.window]
             mixed = masked_attention(
-                queries, key_cache, value_cache, valid_len, visible=visible, is_causal=False
+                queries, key_cache, value_cache, valid_len, visible=visible
             )
         return self.o_proj(mixed.transpose(1, 2).flatten(-2)), key_cache, value_cache
 

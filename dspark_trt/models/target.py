@@ -69,7 +69,7 @@ class TargetAttention(nn.Module):
         else:
             visible = ragged.visible[self.window]
             mixed = masked_attention(
-                queries, key_cache, value_cache, valid_len, visible=visible, is_causal=True
+                queries, key_cache, value_cache, valid_len, visible=visible
             )
         flat = mixed.transpose(1, 2).flatten(-2).flatten(0, 1)
         return (

@@ -19,10 +19,11 @@ _OPSET = 24
 def causal_window(positions: Tensor, capacity: int, window: int) -> Tensor:
     """Rows of a cache within the window of queries at `positions` `[B, N]` -> bool `[B, 1, N, S]`.
 
-    A query sees `window` rows, its own included; what lies ahead is left to the causal rule.
+    A query sees `window` rows, its own included, and none ahead.
     """
     columns = torch.arange(capacity, device=positions.device)
-    return (columns > positions.unsqueeze(-1) - window).unsqueeze(1)
+    own = positions.unsqueeze(-1)
+    return ((columns > own - window) & (columns <= own)).unsqueeze(1)
 
 
 def block_window(
@@ -49,13 +50,15 @@ def masked_attention(
     valid_len: Tensor,
     *,
     visible: Tensor | None,
-    is_causal: bool,
+    is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """`operators.cached_attention` with a mask bool `[B, 1, N, S]` of visible rows and a scale.
 
-    ONNX `Attention` with `attn_mask` and `nonpad_kv_seqlen`; a row must pass both.
+    ONNX `Attention` with `attn_mask` and `nonpad_kv_seqlen`; a row must pass both. A mask says all there
+    is to say: TensorRT takes none beside the causal rule.
     """
+    assert visible is None or not is_causal
     if torch.compiler.is_exporting():
         attrs: dict[str, Any] = {"is_causal": int(is_causal), "softmax_precision": 1}
         if scale is not None:

@@ -26,6 +26,7 @@ from tests.export.draft_reference import (
     doubles,
     prepared,
 )
+from tests.export.test_rtx_parse import check
 
 DRAFTED = (0, 2, 3, 5, 17, 100, 101, 200, 250, 318)
 MISSING = [token for token in range(SIZES.vocab) if token not in DRAFTED]
@@ -85,7 +86,15 @@ def reduced(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         "sliding_window": 4,
     }
     target = write_target(folder / "target", family="qwen3_moe", layers=3, config=windows)
-    return export_bundle(read_draft(draft), read_target(target), folder / "bundle")
+    return export_bundle(
+        read_draft(draft), read_target(target), folder / "bundle", dtype="float16"
+    )
+
+
+@pytest.mark.trt
+def test_tensorrt_parses_windows_experts_and_the_map(reduced: Bundle) -> None:
+    for graph in ("context", "draft", "backbone", "sequential_head", "target"):
+        check(reduced, graph)
 
 
 def test_graphs_equal_the_modules(reduced: Bundle) -> None:
