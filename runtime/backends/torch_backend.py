@@ -4,10 +4,12 @@
 On a CPU the same buffers, buckets and padding are used without graphs.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.config import DecoderConfig, DraftConfig, TargetConfig
@@ -35,7 +37,7 @@ from dspark_trt.runtime.backends.torch_steps import (
     graph_contracts,
     wanted_buffers,
 )
-from dspark_trt.runtime.cuda_graphs.buckets import Buckets
+from dspark_trt.runtime.cuda_graphs.buckets import Buckets, GraphKey
 from dspark_trt.runtime.cuda_graphs.buffers import plan_buffers
 from dspark_trt.runtime.cuda_graphs.padding import scratch_rows
 
@@ -89,24 +91,40 @@ class DeviceParts:
         self.draft_caches = caches(draft.decoder)
         self.target_caches = None if target is None else caches(target.decoder)
         self._max_graphs, self._top_logprobs = max_graphs, top_logprobs
-        self.capture: Capture | None = None
+        self._capture: Capture | None = None
         if device.type == "cuda" and max_graphs:
-            self.capture = cuda_capture(torch.cuda.graph_pool_handle())
+            self._capture = cuda_capture(torch.cuda.graph_pool_handle())
 
-    def _graphs(self, name: str, step: Any, outputs: tuple[str, ...]) -> StepGraphs:
+    def graphs(
+        self,
+        name: str,
+        step: Callable[[GraphKey], None],
+        outputs: tuple[str, ...],
+        state: Sequence[Tensor] = (),
+    ) -> StepGraphs:
+        """Graphs of a step that writes the buffers `outputs`, those that this drafter has."""
         tensors = [self.buffers[o] for o in outputs if o in self.plan.placements]
-        return StepGraphs(name, step, tensors, capture=self.capture, limit=self._max_graphs)
+        on_gpu = self.device.type == "cuda"
+        return StepGraphs(
+            name,
+            step,
+            tensors,
+            state=state,
+            capture=self._capture,
+            limit=self._max_graphs,
+            named=torch.cuda.nvtx.range if on_gpu else nullcontext,
+        )
 
     def draft_model(self, steps: Steps) -> DeviceDraftModel:
         outputs = ("draft.tokens", "draft.logits", "draft.confidence_logits")
-        graphs = self._graphs("draft", steps.draft, outputs)
+        graphs = self.graphs("draft", steps.draft, outputs)
         return DeviceDraftModel(
             self.draft_config, steps, self.buffers, self.draft_caches, graphs, self.buckets
         )
 
     def target_model(self, steps: Steps) -> DeviceTargetModel:
         assert self.target_caches is not None
-        graphs = self._graphs("target", steps.target, ("verify.target_logits", "target.taps"))
+        graphs = self.graphs("target", steps.target, ("verify.target_logits", "target.taps"))
         return DeviceTargetModel(
             self.draft_config.gamma,
             steps,
@@ -117,7 +135,7 @@ class DeviceParts:
         )
 
     def verifier(self, steps: Steps) -> DeviceVerifier:
-        graphs = self._graphs("verify", steps.verify, ("verify.accepted", "verify.tokens"))
+        graphs = self.graphs("verify", steps.verify, ("verify.accepted", "verify.tokens"))
         return DeviceVerifier(self.buffers, graphs, self.buckets, self._top_logprobs)
 
     def module_steps(self, drafter: Drafter | None, target: Target | None) -> ModuleSteps:

@@ -61,7 +61,7 @@ class StaticBuffers:
         stop = end.offset + end.nbytes // end.shape[0] * count
         place = self._device[start.traffic][start.offset : stop]
         place.copy_(self._host[start.traffic][start.offset : stop], non_blocking=True)
-        self._uploads[first] = Arrival(torch.cuda.current_stream().record_event())
+        self._uploads[first] = self.arrival()
 
     def download(self, *names: str, count: int) -> "Arrival":
         """Start copying the first `count` entries of each buffer to `host`."""
@@ -71,7 +71,12 @@ class StaticBuffers:
             placement = self.plan.placements[name]
             host = _view(self._host[placement.traffic], placement)
             host[:count].copy_(self._tensors[name][:count], non_blocking=True)
-        return Arrival(torch.cuda.current_stream().record_event())
+        return self.arrival()
+
+    def arrival(self) -> "Arrival":
+        """Of everything that was put on the current stream so far."""
+        on_gpu = self.device.type == "cuda"
+        return Arrival(torch.cuda.current_stream().record_event() if on_gpu else None)
 
 
 class Arrival:

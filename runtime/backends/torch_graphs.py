@@ -2,8 +2,9 @@
 """A step as captured graphs, one a bucket; eagerly where there are none, or where they were refused."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 
 class StepGraphs:
-    """Runs `step(key)`, which reads and writes static buffers only and may be run again on the same inputs.
+    """Runs `step(key)`, which reads and writes static buffers only. Run again on the same inputs it gives the
+    same outputs, once `state` is put back: the tensors it changes as well as reads.
 
     The first run of a bucket is eager; the graph captured then is replayed and has to give the same bits, or
     this step uses no graphs any more: `refusal` says why, and so does the log.
@@ -31,11 +33,15 @@ class StepGraphs:
         *,
         capture: Capture | None,
         limit: int,
+        state: Sequence[Tensor] = (),
+        named: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.name = name
         self.refusal: str | None = None
         self.captured = self.replayed = 0
-        self._step, self._outputs, self._capture = step, outputs, capture
+        self._step, self._capture = step, capture
+        self._outputs, self._state = outputs, state
+        self._named = named  # a range of the profiler's timeline
         self._graphs: RecentGraphs[Replay] = RecentGraphs(max(limit, 1))
         self._version = 0
 
@@ -46,56 +52,62 @@ class StepGraphs:
 
     def run(self, key: GraphKey, version: int = 0) -> None:
         """Run one step; `version` changes when buffers outside the plan (caches) have moved."""
-        with nvtx_range(f"{self.name} {key.batch}x{key.rows}"):
-            if self._capture is None or self.refusal is not None:
-                self._step(key)
-                return
-            if version != self._version:
-                self._graphs.clear()
-                self._version = version
+        if self._capture is None or self.refusal is not None:
+            self._step(key)
+            return
+        if version != self._version:
+            self._graphs.clear()
+            self._version = version
+        with self._named(f"{self.name} {key.batch}x{key.rows}"):
             replay = self._graphs.get(key)
-            if replay is not None:
+            if replay is None:
+                self._first(key, self._capture)
+            else:
                 self.replayed += 1
                 replay()
-            else:
-                self._first(key, self._capture)
 
     def clear(self) -> None:
         """Release all graphs: before the memory they point at."""
         self._graphs.clear()
 
     def _first(self, key: GraphKey, capture: Capture) -> None:
+        before = [tensor.clone() for tensor in self._state]
         eager = self._outputs_of(lambda: self._step(key))
         try:
+            self._put_back(before)
             replay = capture(lambda: self._step(key))
+            self._put_back(before)
             replayed = self._outputs_of(replay)
         except RuntimeError as error:
-            self._refuse(key, f"capture failed: {str(error).strip().splitlines()[0]}")
-            return
-        if not all(map(_same_bits, eager, replayed)):
-            self._refuse(key, "a replay gave other bits than the eager step")
-            return
-        self.captured += 1
-        self._graphs.put(key, replay)
+            reason = f"capture failed: {str(error).strip().splitlines()[0]}"
+        else:
+            if all(map(_same_bits, eager, replayed)):
+                self.captured += 1
+                self._graphs.put(key, replay)
+                return
+            reason = "a replay gave other bits than the eager step"
+        self.refusal = f"{self.name} {key.batch}x{key.rows}: {reason}"
+        self._graphs.clear()
+        _log.warning("CUDA graphs are not used: %s", self.refusal)
+        self._put_back(before)
+        self._step(key)
 
     def _outputs_of(self, run: Callable[[], None]) -> list[Tensor]:
         for output in self._outputs:
             output.zero_()  # a graph that records nothing must not pass
         run()
-        return [output.clone() for output in self._outputs]
+        return [tensor.clone() for tensor in (*self._outputs, *self._state)]
 
-    def _refuse(self, key: GraphKey, reason: str) -> None:
-        self.refusal = f"{self.name} {key.batch}x{key.rows}: {reason}"
-        self._graphs.clear()
-        _log.warning("CUDA graphs are not used: %s", self.refusal)
-        self._step(key)
+    def _put_back(self, state: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._state, state, strict=True):
+            tensor.copy_(value)
 
 
-def cuda_capture(pool: object) -> Capture:
+def cuda_capture(pool: Any) -> Capture:
     """Capture into graphs that share one memory pool: they run one after the other."""
 
     def capture(step: Callable[[], None]) -> Replay:
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):  # kernels are compiled and libraries allocate before the capture
@@ -107,19 +119,6 @@ def cuda_capture(pool: object) -> Capture:
         return graph.replay
 
     return capture
-
-
-@contextmanager
-def nvtx_range(name: str) -> Iterator[None]:
-    """A named range in a profiler's timeline; nothing without CUDA."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -20,6 +20,7 @@ from dspark_trt.runtime.backends.interface import (
     DraftInputs,
     DraftOutput,
     Floats,
+    Ints,
     TargetOutput,
     Verification,
     VerifyInputs,
@@ -156,7 +157,7 @@ class DeviceTargetModel(DeviceModel):
         """Prompts have any shape: no graph, and caches only as far as the longest context."""
         device = self._buffers.device
 
-        def moved(values: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        def moved(values: Ints) -> Tensor:
             return torch.tensor(values, device=device)
 
         logits, taps = self._steps.prefill(
