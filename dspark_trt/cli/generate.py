@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
     from dspark_trt.runtime.engine import Engine
-    from dspark_trt.runtime.request import Completion, Request, TokenKind
+    from dspark_trt.runtime.request import Completion, Request
     from dspark_trt.runtime.text import TextCodec
-
-STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow"}
 
 
 def command(
@@ -219,11 +218,11 @@ def _print_answers(
         completions = engine.generate(requests)
         for (text, ids), done in zip(prompts, completions, strict=True):
             console.print(f"[bold]> {text or list(ids)}", markup=True, highlight=False)
-            writer = _Writer(codec, show)
+            writer = TokenWriter(console, codec, is_coloured=show)
             writer.write(done.token_ids, done.kinds)
             writer.end()
         return completions
-    writer = _Writer(codec, show)
+    writer = TokenWriter(console, codec, is_coloured=show)
     last = None
     for event in engine.stream(requests[0]):
         writer.write(event.token_ids, event.kinds)
@@ -231,27 +230,6 @@ def _print_answers(
     writer.end()
     assert last is not None
     return [engine.take(last.request_id)]
-
-
-class _Writer:
-    """Prints tokens as they come; with colours, token by token."""
-
-    def __init__(self, codec: "TextCodec | None", show: bool) -> None:
-        from dspark_trt.runtime.text import TextStream
-
-        self._show = show
-        self._stream = TextStream(codec) if codec else None
-
-    def write(self, token_ids: "Sequence[int]", kinds: "Sequence[TokenKind]") -> None:
-        for token, kind in zip(token_ids, kinds, strict=True):
-            text = self._stream.push([token]) if self._stream else f"{token} "
-            self._print(text, STYLES[kind] if self._show else "")
-
-    def end(self) -> None:
-        self._print((self._stream.flush() if self._stream else "") + "\n", "")
-
-    def _print(self, text: str, style: str) -> None:
-        console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_summary(completions: "list[Completion]", seconds: float) -> None:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark_trt.checkpoint import read_draft, read_target
+from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.export.bundle_from_checkpoints import export_bundle
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Completion, Request, SamplingParams
@@ -39,23 +40,13 @@ def main() -> None:
             runs[speculate] = engine.generate(requests)
     for prompt, done in zip(prompts, runs[True], strict=True):
         console.print(f"\n[bold]> {prompt}")
-        _print_coloured(console, codec, done)
+        writer = TokenWriter(console, codec, is_coloured=True)
+        writer.write(done.token_ids, done.kinds)
+        writer.end()
     console.print("\n[green]drafted[/] [bold cyan]bonus[/] [yellow]corrected[/] tokens\n")
     console.print(_table(prompts, runs))
     same = all(a.token_ids == b.token_ids for a, b in zip(runs[True], runs[False], strict=True))
     console.print(f"same tokens with and without speculation: {'yes' if same else 'NO'}")
-
-
-def _print_coloured(console: Console, codec: TextCodec, done: Completion) -> None:
-    from dspark_trt.cli.generate import STYLES
-    from dspark_trt.runtime.text import TextStream
-
-    stream = TextStream(codec)
-    for token, kind in zip(done.token_ids, done.kinds, strict=True):
-        console.print(
-            stream.push([token]), style=STYLES[kind], end="", markup=False, highlight=False
-        )
-    console.print(stream.flush())
 
 
 def _table(prompts: list[str], runs: dict[bool, list[Completion]]) -> Table:
