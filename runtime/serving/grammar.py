@@ -50,7 +50,7 @@ class JsonGrammars:
         """
         if not self._stop_ids:
             raise RequestError("response_format needs a model with a stop token")
-        text = json.dumps(schema, sort_keys=True)
+        text = json.dumps(schema)  # in its own order: answers have their properties in it
         with self._lock:
             matcher = self._matchers.pop(text, None) or self._compiled(text)
             self._matchers[text] = matcher
@@ -69,7 +69,8 @@ class JsonGrammars:
             raise RequestError(f"the JSON schema cannot be used: {error}") from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the JSON schema cannot be used: {matcher.get_error()}")
+            reason = " ".join(matcher.get_error().split())  # regex errors draw pictures
+            raise RequestError(f"the JSON schema cannot be used: {reason}")
         return matcher
 
 
