@@ -35,6 +35,13 @@ class Dialect:
                 return replacement + key.removeprefix(prefix)
         return key
 
+    def stored(self, name: str) -> str:
+        """The inverse of ``canonical``."""
+        for prefix, replacement in self.prefixes.items():
+            if name.startswith(replacement):
+                return prefix + name.removeprefix(replacement)
+        return name
+
 
 DEEPSPEC = Dialect(name="deepspec", prefixes={})
 SPECFORGE = Dialect(name="specforge", prefixes={})

@@ -31,6 +31,8 @@ _DTYPES = {
     "BOOL": ("bool", 1),
 }  # fmt: skip
 
+DTYPE_CODES = {name: code for code, (name, _) in _DTYPES.items()}
+
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the reference implementation
 
 

@@ -62,16 +62,22 @@ def read_vocabulary(
     return Vocabulary(size, {D2T: tensors[D2T]})
 
 
+def target_tokens(d2t: TensorRef) -> list[int]:
+    """The target's token of each draft token."""
+    offsets = array(_CODES[d2t.dtype])
+    offsets.frombytes(b"".join(d2t.chunks()))
+    return [index + offset for index, offset in enumerate(offsets)]
+
+
 def _target_ids(fields: Fields, d2t: TensorRef, size: int, vocab: int) -> list[int]:
     if d2t.shape != (size,) or d2t.dtype not in _CODES:
         raise fields.error(
             f"{d2t.key} is {d2t.dtype} {d2t.shape}, expected int64 ({size},) (draft_vocab_size)"
         )
-    offsets = array(_CODES[d2t.dtype])
-    offsets.frombytes(b"".join(d2t.chunks()))
-    ids = [index + offset for index, offset in enumerate(offsets)]
+    ids = target_tokens(d2t)
     if all(left < right for left, right in pairwise(ids)) and ids[0] >= 0 and ids[-1] < vocab:
         return ids
+    offsets = [token - index for index, token in enumerate(ids)]
     absolute = all(left < right for left, right in pairwise(offsets)) and offsets[-1] < vocab
     hint = "; it looks like absolute ids: subtract the index" if absolute else ""
     raise fields.error(

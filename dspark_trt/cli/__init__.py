@@ -12,6 +12,7 @@ from dspark_trt.errors import DSparkError
 # Command name -> module of dspark_trt.cli; modules stay light so that --help is quick.
 _COMMANDS = {
     "inspect": "inspect",
+    "convert": "convert",
     "export": "export",
     "check": "check",
     "generate": "generate",

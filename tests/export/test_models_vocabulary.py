@@ -70,22 +70,14 @@ def test_config_survives_json(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("reduced")
-    how = HOW | {
-        "layers": 2,
-        "head": "rnn",
-        "gamma": 2,
-        "target_layers": 3,
-        "target_layer_ids": (1,),
-    }
-    sizes = Dims(layers=2).decoder_json()
-    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
-    inner = {"transformer_layer_config": sizes | windows}
-    draft = write_draft(folder / "draft", drafted=DRAFTED, config=inner, **how)
-    windows = {
-        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
-        "sliding_window": 4,
-    }
-    target = write_target(folder / "target", family="qwen3_moe", layers=3, config=windows)
+    how = HOW | {"layers": 1, "head": "rnn", "gamma": 2, "target_layers": 2}
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 4}
+    inner = {"transformer_layer_config": Dims(layers=1).decoder_json() | windows}
+    draft = write_draft(
+        folder / "draft", drafted=DRAFTED, config=inner, target_layer_ids=(0,), **how
+    )
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    target = write_target(folder / "target", family="qwen3_moe", layers=2, config=windows)
     return export_bundle(
         read_draft(draft), read_target(target), folder / "bundle", dtype="float16"
     )

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-trt convert`: a drafter in another dialect."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
+from dspark_trt.checkpoint.convert import convert_draft
+from dspark_trt.cli.inspect import slot_semantics_from_flag
+from dspark_trt.cli.output import console, err_console, print_json
+
+
+def command(
+    checkpoint: Annotated[
+        str, typer.Argument(help="Drafter: a folder or a hub id.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder to make.", show_default=False)
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="deepspec, speculators, specforge or model-optimizer.", show_default=False
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Its target, where one dialect holds embedding and head and the other does not.",
+            show_default=False,
+        ),
+    ] = None,
+    sample_from_anchor: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample-from-anchor/--no-sample-from-anchor",
+            help="Read slot 0 as a prediction, or as discarded, whatever the files say.",
+            show_default=False,
+        ),
+    ] = None,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(help="Mask token, where the files lack it.", show_default=False),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing drafter.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a drafter in another project's layout: the same bytes under other names."""
+    overrides = DraftOverrides(
+        slot_semantics=slot_semantics_from_flag(sample_from_anchor),
+        mask_token_id=mask_token_id,
+        revision=revision,
+    )
+    draft = read_draft(checkpoint, overrides=overrides)
+    served = None if target is None else read_target(target)
+    written = convert_draft(draft, output, to=to, target=served, overwrite=overwrite)
+    size = sum(ref.nbytes for ref in written.tensors.values())
+    warnings = [*draft.warnings, *written.warnings]
+    for warning in warnings:
+        err_console.print(
+            f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True
+        )
+    if as_json:
+        print_json(
+            {
+                "checkpoint": str(output),
+                "from": draft.format,
+                "to": written.format,
+                "tensors": len(written.tensors),
+                "bytes": size,
+                "warnings": warnings,
+            }
+        )
+        return
+    console.print(
+        f"{output}: {draft.format} → {written.format}, {len(written.tensors)} tensors, {size / 1e6:.1f} MB",
+        highlight=False,
+    )
