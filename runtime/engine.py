@@ -461,6 +461,7 @@ class Engine:
         """End a request between rounds, wherever it is."""
         sequence.finish(reason, error)
         if self._waiting.remove(sequence):
+            self.metrics.waiting = len(self._waiting)
             self.metrics.finish(reason)
         else:
             self._leave(sequence)
@@ -468,6 +469,7 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.finish_reason is not None
         self._rounds.leave(sequence)
+        self.metrics.active = len(self._rounds.active)
         self.metrics.finish(sequence.finish_reason)
         if sequence.error:
             _log.warning("request %d failed: %s", sequence.id, sequence.error)

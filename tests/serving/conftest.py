@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 
 from dspark_trt.bundle import Bundle
@@ -27,6 +28,9 @@ from dspark_trt.runtime.serving.server import (
 from dspark_trt.runtime.serving.service import Service
 from dspark_trt.runtime.serving.settings import ServerSettings
 
+HTTP = httpx.Client(
+    verify=False, timeout=60
+)  # certificates would take longer than the requests
 MODEL = "tiny"
 PROMPT = "Sam has 3 apples and buys 4 more. How many"
 

@@ -15,7 +15,7 @@ import pytest
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.engine import EngineOptions
-from tests.serving.conftest import MODEL, PROMPT, Running, running_server
+from tests.serving.conftest import HTTP, MODEL, PROMPT, Running, running_server
 
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -42,7 +42,7 @@ def wait_for(condition: Any) -> None:
 
 def test_leaving_a_stream_aborts_the_request(server: Running) -> None:
     before = aborted(server)
-    with httpx.stream(
+    with HTTP.stream(
         "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True, "n": 2}
     ) as stream:
         next(stream.iter_lines())
@@ -53,7 +53,7 @@ def test_leaving_a_stream_aborts_the_request(server: Running) -> None:
 def test_leaving_before_a_whole_answer_aborts_the_request(server: Running) -> None:
     before = aborted(server)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=0.1)
+        HTTP.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=0.1)
     server.wait_until_idle()
     assert aborted(server) > before
 
@@ -63,7 +63,9 @@ def test_leaving_the_queue_gives_the_place_back(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle, options=EngineOptions(max_batch=1)) as server:
 
         async def run() -> None:
-            async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            async with httpx.AsyncClient(
+                verify=False, base_url=server.url, timeout=30
+            ) as client:
                 first = asyncio.create_task(client.post("/v1/completions", json=LONG))
                 while server.engine.metrics.rounds < 2:
                     await asyncio.sleep(0.005)
@@ -88,7 +90,7 @@ def test_half_a_request_holds_nothing(server: Running) -> None:
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             b'Content-Length: 500\r\n\r\n{"model": "ti'
         )
-    assert httpx.get(f"{server.url}/health").is_success
+    assert HTTP.get(f"{server.url}/health").is_success
     server.wait_until_idle()
 
 
@@ -127,7 +129,7 @@ def test_half_a_request_holds_nothing(server: Running) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_hostile_bodies_get_one_sentence(server: Running, path: str, body: bytes) -> None:
     headers = {"content-type": "application/json"}
-    refused = httpx.post(server.url + path, content=body, headers=headers)
+    refused = HTTP.post(server.url + path, content=body, headers=headers)
     assert refused.status_code in (400, 404)
     message = refused.json()["error"]["message"]
     assert 0 < len(message) < 500
@@ -140,19 +142,19 @@ def test_other_content_types_are_not_read(server: Running) -> None:
     body = json.dumps({**LONG, "max_tokens": 1})
     for kind in ("text/plain", "application/x-www-form-urlencoded", None):
         headers = {} if kind is None else {"content-type": kind}
-        answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+        answer = HTTP.post(f"{server.url}/v1/completions", content=body, headers=headers)
         assert answer.status_code == 400
-    answer = httpx.get(f"{server.url}/v1/models", headers={"origin": "http://evil.example"})
+    answer = HTTP.get(f"{server.url}/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 def test_unknown_paths_and_methods(server: Running) -> None:
-    assert httpx.get(f"{server.url}/v1/none").json()["error"]["code"] == "not_found"
-    refused = httpx.get(f"{server.url}/v1/completions")
+    assert HTTP.get(f"{server.url}/v1/none").json()["error"]["code"] == "not_found"
+    refused = HTTP.get(f"{server.url}/v1/completions")
     assert refused.status_code == 405
     assert refused.headers["allow"] == "POST"
     for path in ("/docs", "/redoc", "/ui/../api.py", "/ui/page.py"):
-        assert httpx.get(server.url + path).status_code == 404
+        assert HTTP.get(server.url + path).status_code == 404
 
 
 # Answers that fail --------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def test_a_failing_sequence_ends_alone(
     broken = plain | {"response_format": {"type": "json_object"}, "ignore_eos": False}
 
     async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(verify=False, base_url=server.url, timeout=30) as client:
             bodies = [plain, broken, broken | {"stream": True}, plain]
             return await asyncio.gather(
                 *(client.post("/v1/chat/completions", json=body) for body in bodies)
@@ -203,12 +205,12 @@ def test_a_defect_of_the_engine_is_said_and_makes_the_server_unready(
             raise ZeroDivisionError("a bug")
 
         server.engine._rounds.target.step = broken  # type: ignore[method-assign]
-        answer = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        answer = HTTP.post(f"{server.url}/v1/completions", json=LONG)
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "generation_failed"
         for path in ("/health", "/ready"):
-            assert httpx.get(server.url + path).status_code == 503
-        answer = httpx.post(f"{server.url}/v1/completions", json=LONG)
+            assert HTTP.get(server.url + path).status_code == 503
+        answer = HTTP.post(f"{server.url}/v1/completions", json=LONG)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "5"
 

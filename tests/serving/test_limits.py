@@ -16,7 +16,7 @@ from dspark_trt.errors import RequestError
 from dspark_trt.runtime.engine import EngineOptions
 from dspark_trt.runtime.serving.limits import ApiKeys, RateLimit
 from dspark_trt.runtime.serving.settings import ServerSettings
-from tests.serving.conftest import MODEL, PROMPT, Running, running_server
+from tests.serving.conftest import HTTP, MODEL, PROMPT, Running, running_server
 
 KEY, OTHER = "sk-first-0123456789", "sk-second-0123456789"
 SHORT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
@@ -60,7 +60,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 def test_a_large_body_is_refused_unread(narrow: Running) -> None:
     body = json.dumps({**SHORT, "prompt": "a" * 4000})
-    refused = httpx.post(f"{narrow.url}/v1/completions", content=body)
+    refused = HTTP.post(f"{narrow.url}/v1/completions", content=body)
     assert refused.status_code == 413
     assert error_of(refused)["message"] == "the body is larger than 4000 bytes"
 
@@ -71,7 +71,7 @@ def test_a_body_that_declares_no_size_is_cut_off(narrow: Running) -> None:
             yield b" " * 1000
 
     headers = {"content-type": "application/json"}
-    refused = httpx.post(f"{narrow.url}/v1/completions", content=chunks(), headers=headers)
+    refused = HTTP.post(f"{narrow.url}/v1/completions", content=chunks(), headers=headers)
     assert refused.status_code == 413
     assert error_of(refused)["code"] == "body_too_large"
 
@@ -95,7 +95,7 @@ def test_a_body_that_only_claims_a_size_holds_nothing(narrow: Running) -> None:
     ],
 )
 def test_tokens_are_limited(narrow: Running, changes: Any, sentence: str) -> None:
-    refused = httpx.post(f"{narrow.url}/v1/completions", json={**SHORT, **changes})
+    refused = HTTP.post(f"{narrow.url}/v1/completions", json={**SHORT, **changes})
     assert refused.status_code == 400
     assert sentence in error_of(refused)["message"]
 
@@ -107,7 +107,7 @@ def test_overload_is_refused_and_over_afterwards(narrow: Running) -> None:
     """Two are answered, the third gets 503 at once, and later everyone is served again."""
 
     async def run() -> httpx.Response:
-        async with httpx.AsyncClient(base_url=narrow.url, timeout=30) as client:
+        async with httpx.AsyncClient(verify=False, base_url=narrow.url, timeout=30) as client:
             running = [
                 asyncio.create_task(client.post("/v1/completions", json=LONG)) for _ in range(2)
             ]
@@ -126,21 +126,21 @@ def test_overload_is_refused_and_over_afterwards(narrow: Running) -> None:
 
 def test_a_full_queue_refuses_all_of_a_request_or_nothing(narrow: Running) -> None:
     """One decodes and two wait: of four choices not even one stays behind."""
-    refused = httpx.post(f"{narrow.url}/v1/completions", json={**SHORT, "n": 4})
+    refused = HTTP.post(f"{narrow.url}/v1/completions", json={**SHORT, "n": 4})
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
     assert "Try again later" in error_of(refused)["message"]
     narrow.wait_until_idle()
-    assert httpx.post(f"{narrow.url}/v1/completions", json={**SHORT, "n": 2}).is_success
+    assert HTTP.post(f"{narrow.url}/v1/completions", json={**SHORT, "n": 2}).is_success
 
 
 def test_a_deadline_ends_a_request(tiny_bundle: Bundle) -> None:
     settings = ServerSettings(model_name=MODEL, request_timeout_s=0.05)
     with running_server(tiny_bundle, settings) as running:
-        late = httpx.post(f"{running.url}/v1/completions", json=LONG)
+        late = HTTP.post(f"{running.url}/v1/completions", json=LONG)
         assert late.status_code == 503
         assert error_of(late)["code"] == "timeout"
-        with httpx.stream(
+        with HTTP.stream(
             "POST", f"{running.url}/v1/completions", json={**LONG, "stream": True}
         ) as stream:
             events = [line for line in stream.iter_lines() if line]
@@ -160,7 +160,7 @@ def test_without_a_key_nothing_is_shown(
     guarded: Running, path: str, header: str | None
 ) -> None:
     headers = {} if header is None else {"authorization": header}
-    refused = httpx.get(guarded.url + path, headers=headers)
+    refused = HTTP.get(guarded.url + path, headers=headers)
     assert refused.status_code == 401
     assert refused.headers["www-authenticate"] == "Bearer"
     assert error_of(refused)["code"] == "invalid_api_key"
@@ -168,17 +168,17 @@ def test_without_a_key_nothing_is_shown(
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ui", "/ui/page.js", "/ui/page.css"])
 def test_probes_and_the_empty_page_are_open(guarded: Running, path: str) -> None:
-    assert httpx.get(guarded.url + path).status_code == 200
+    assert HTTP.get(guarded.url + path).status_code == 200
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
 def test_either_key_opens(guarded: Running, key: str) -> None:
     headers = {"authorization": f"bearer {key}"}
-    assert httpx.get(f"{guarded.url}/v1/models", headers=headers).is_success
+    assert HTTP.get(f"{guarded.url}/v1/models", headers=headers).is_success
 
 
 def test_a_body_without_a_key_is_not_read(guarded: Running) -> None:
-    refused = httpx.post(f"{guarded.url}/v1/completions", content=b"{" * 5000)
+    refused = HTTP.post(f"{guarded.url}/v1/completions", content=b"{" * 5000)
     assert refused.status_code == 401
 
 
@@ -198,7 +198,7 @@ def test_rates_are_per_key_and_come_back(tiny_bundle: Bundle) -> None:
 
         def ask(key: str) -> httpx.Response:
             headers = {"authorization": f"Bearer {key}"}
-            return httpx.post(f"{running.url}/v1/completions", json=SHORT, headers=headers)
+            return HTTP.post(f"{running.url}/v1/completions", json=SHORT, headers=headers)
 
         answers = [ask(KEY) for _ in range(31)]
         assert [a.status_code for a in answers].count(200) >= 30
