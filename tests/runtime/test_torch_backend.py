@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch backend on a CPU: the same buffers, buckets, padding and caches as on a GPU, without graphs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from dspark_trt.bundle import Bundle
+from dspark_trt.errors import BackendError, BundleError
+from dspark_trt.models.stored_weights import StoredWeights
+from dspark_trt.runtime.backends import open_backend
+from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs, TargetModel
+from dspark_trt.runtime.backends.torch_backend import TorchBackend
+from dspark_trt.runtime.backends.torch_buffers import DeviceArray
+from dspark_trt.runtime.backends.torch_models import DeviceDraftModel, DeviceTargetModel
+from dspark_trt.runtime.engine import Engine, EngineOptions
+from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
+from dspark_trt.runtime.request import Completion, Request, SamplingParams
+from dspark_trt.runtime.session import DraftSession
+from tests.conftest import ExportBundle
+
+CPU = BackendOptions(device="cpu")
+VOCAB, TAPS = 2048, 384
+
+
+def request(
+    seed: int, tokens: int = 24, *, speculate: bool = True, **params: object
+) -> Request:
+    prompt = np.random.default_rng(seed).integers(3, VOCAB, 4 + 5 * (seed % 4)).tolist()
+    wanted = {"max_new_tokens": tokens, "ignore_eos": True, "seed": seed, **params}
+    return Request(
+        prompt_ids=(1, *prompt),
+        params=SamplingParams(**wanted),  # type: ignore[arg-type]
+        speculate=speculate,
+    )
+
+
+def generate(
+    bundle: Bundle, requests: list[Request], backend: str = "torch", **options: int
+) -> list[Completion]:
+    engine = Engine.load(
+        bundle,
+        backend=backend,
+        backend_options=CPU,
+        options=EngineOptions(**{"max_batch": 3, **options}),
+    )
+    with engine:
+        done = engine.generate(requests)
+        engine.check_integrity()
+    assert all(c.error is None for c in done)
+    return done
+
+
+@pytest.mark.parametrize("drafter", ["dspark-vanilla", "dspark-rnn", "dflash"])
+def test_tokens_are_those_of_onnxruntime(drafter: str, fixture_bundle: ExportBundle) -> None:
+    """Greedy and seeded, filters and unequal prompts, more requests than rows, prompts in chunks."""
+    bundle = fixture_bundle(drafter)
+    requests = [
+        request(i, 12 + 5 * (i % 3), temperature=[0.0, 1.0, 0.7][i % 3], top_k=[0, 30][i % 2])
+        for i in range(7)
+    ]
+    ours = generate(bundle, requests, max_tokens_per_step=16)
+    theirs = generate(bundle, requests, "onnxruntime", max_tokens_per_step=16)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.stats.accepted_lengths == other.stats.accepted_lengths
+    assert sum(c.stats.rounds for c in ours) > 20
+
+
+def test_penalties_masks_and_logprobs_are_those_of_onnxruntime(tiny_bundle: Bundle) -> None:
+    requests = [
+        request(1, repetition_penalty=1.3, logprobs=3),
+        request(2, temperature=0.8, frequency_penalty=0.5, logit_bias=((7, 4.0),)),
+        request(3),
+    ]
+    ours = generate(tiny_bundle, requests)
+    theirs = generate(tiny_bundle, requests, "onnxruntime")
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    for one, other in zip(ours[0].logprobs, theirs[0].logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_float16(fixture_bundle: ExportBundle) -> None:
+    bundle = fixture_bundle("dspark-vanilla", dtype="float16")
+    requests = [request(i, 16) for i in range(3)]
+    ours = generate(bundle, requests)
+    alone = generate(bundle, [request(i, 16, speculate=False) for i in range(3)])
+    theirs = generate(bundle, requests, "onnxruntime")
+    assert [c.token_ids for c in ours] == [c.token_ids for c in alone]
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+
+
+def test_slots_are_reused_and_aborts_leave_nothing(tiny_bundle: Bundle) -> None:
+    expected = generate(tiny_bundle, [request(i) for i in range(6)])
+    engine = Engine.load(
+        tiny_bundle,
+        backend="torch",
+        backend_options=CPU,
+        options=EngineOptions(max_batch=3, prefix_cache_bytes=1 << 24),
+    )
+    with engine:
+        dropped = [engine.submit(request(50 + i, 200)) for i in range(3)]
+        for _ in range(4):
+            engine.step()
+        kept = [engine.submit(request(i)) for i in range(3)]
+        for each in dropped:
+            engine.abort(each)
+            engine.step()  # others move into its row
+        while engine.has_work:
+            engine.step()
+        first = [engine.take(i).token_ids for i in kept]
+        again = [c.token_ids for c in engine.generate([request(i % 6) for i in range(10)])]
+        prefixes = engine.status()["prefix_cache"]
+        engine.check_integrity()
+    whole = [c.token_ids for c in expected]
+    assert [*first, *again] == [*whole[:3], *whole, *whole[:4]]
+    assert prefixes["hits"] > 0  # cache rows went out to the host and back
+
+
+def test_sessions_propose_the_same(tiny_bundle: Bundle) -> None:
+    taps = np.random.default_rng(0).normal(0, 1, (2, 40, TAPS)).astype(np.float32)
+    uniforms = np.random.default_rng(1).random((2, 7), np.float32)
+    proposals = []
+    for backend in ("torch", "onnxruntime"):
+        with DraftSession.load(tiny_bundle, backend=backend, slots=2, options=CPU) as session:
+            session.append(0, taps[0, :30], 0)
+            session.append(1, taps[1, :5], 0)
+            session.propose([1], [9])
+            session.append(1, taps[1, 5:9], 5)
+            saved = session.snapshot(0, 20)
+            session.restore(0, saved)
+            session.append(0, taps[0, 20:24], 20)
+            proposals.append(
+                session.propose([0, 1], [3, 4], temperature=[0.0, 0.9], uniforms=uniforms)
+            )
+    ours, theirs = proposals
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    np.testing.assert_allclose(ours.logits, theirs.logits, atol=2e-4)
+    np.testing.assert_allclose(ours.confidence_logits, theirs.confidence_logits, atol=2e-4)  # type: ignore[arg-type]
+
+
+# One step -------------------------------------------------------------------------------------------
+
+
+def open_models(bundle: Bundle, requests: int) -> tuple[DeviceDraftModel, DeviceTargetModel]:
+    backend = open_backend("torch", bundle, CPU)
+    draft, target = backend.draft_model(requests), backend.target_model(requests)
+    assert isinstance(draft, DeviceDraftModel)
+    assert isinstance(target, DeviceTargetModel)
+    return draft, target
+
+
+def step_rows(lengths: list[int], context: list[int], seed: int) -> RaggedRows:
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(3, VOCAB, n) for n in lengths]
+    return ragged_rows(tokens, np.array(context, np.int64), np.ones(len(lengths), np.bool_))
+
+
+def prefilled(target: TargetModel, prompts: list[int]) -> None:
+    target.step(step_rows(prompts, [0] * len(prompts), 0))
+
+
+def test_a_batch_filled_up_gives_the_rows_of_its_requests_alone(tiny_bundle: Bundle) -> None:
+    """Three requests in a bucket of four with rows to spare, against each one in a bucket of its own."""
+    together, alone = open_models(tiny_bundle, 4)[1], open_models(tiny_bundle, 1)[1]
+    prompts, lengths = [9, 30, 17], [3, 8, 1]
+    prefilled(together, [*prompts, 12])
+    rows = step_rows(lengths, prompts, 5)
+    logits = np.array(together.step(rows).logits)
+    for r, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        saved = together.read_rows(r, prompt)
+        alone.write_rows(0, saved)
+        start = rows.offsets[r]
+        own = ragged_rows(
+            [rows.token_ids[start : start + length]],
+            np.array([prompt], np.int64),
+            np.ones(1, np.bool_),
+        )
+        np.testing.assert_allclose(
+            alone.step(own).logits, logits[start : start + length], atol=1e-4
+        )
+
+
+def test_a_step_touches_no_row_of_the_others(tiny_bundle: Bundle) -> None:
+    """Requests behind the batch only lend their scratch rows; what lies behind a mask is never seen."""
+    draft, target = open_models(tiny_bundle, 4)
+    prompts = [9, 30, 17, 12]
+    prefilled(target, prompts)
+    taps = np.random.default_rng(3).normal(0, 1, (30, TAPS)).astype(np.float32)
+    for row, prompt in enumerate(prompts):
+        draft.append(row, taps[:prompt], 0)
+    session_inputs = draft_inputs(prompts[:3])
+    before = [(m.read_rows(3, 12), m.read_rows(1, 30)) for m in (draft, target)]
+    rows = step_rows([2, 2, 2], prompts[:3], 5)
+    logits, drafted = np.array(target.step(rows).logits), draft.draft(session_inputs)
+    tokens, scores = drafted.tokens.copy(), drafted.logits.copy()
+    for model, saved in zip((draft, target), before, strict=True):
+        for row, expected in zip((3, 1), saved, strict=True):
+            for one, other in zip(model.read_rows(row, 12), expected, strict=True):
+                np.testing.assert_array_equal(one[:, :12], other[:, :12])
+    # Rubbish in every row that nobody should read changes nothing.
+    for model in (draft, target):
+        for tensor in model.caches.tensors:
+            for row, prompt in enumerate(prompts):
+                tensor[row, :, prompt:] = 3e4
+            tensor[3] = 3e4
+    np.testing.assert_array_equal(np.array(target.step(rows).logits), logits)
+    again = draft.draft(session_inputs)
+    np.testing.assert_array_equal(again.tokens, tokens)
+    np.testing.assert_array_equal(again.logits.copy(), scores)
+
+
+def draft_inputs(context: list[int]) -> DraftInputs:
+    batch, random = len(context), np.random.default_rng(9)
+    new_len = np.arange(batch) % 3
+    return DraftInputs(
+        anchor_ids=random.integers(3, VOCAB, batch),
+        new_taps=random.normal(0, 1, (batch, 8, TAPS)).astype(np.float32),
+        new_len=new_len,
+        context_len=np.array(context, np.int64),
+        temperature=np.array([0, 1, 0.5], np.float32)[:batch],
+        uniforms=random.random((batch, 7), np.float32),
+    )
+
+
+def test_a_request_that_left_nan_behind_does_not_reach_the_next(tiny_bundle: Bundle) -> None:
+    """A masked NaN times zero is NaN: rows start clean with each request."""
+    target = open_models(tiny_bundle, 2)[1]
+    rows = step_rows([6, 9], [0, 0], 1)
+    expected = np.array(target.step(rows).logits)
+    for tensor in target.caches.tensors:
+        tensor.fill_(torch.nan)
+    np.testing.assert_array_equal(np.array(target.step(rows).logits), expected)
+
+
+def test_nan_stays_with_its_request(tiny_bundle: Bundle) -> None:
+    """Rows that fill a batch up repeat a request's own: one request's NaN is in no other's cache."""
+    target = open_models(tiny_bundle, 2)[1]
+    prefilled(target, [6, 9])
+    rows = step_rows([5, 2], [6, 9], 2)
+    expected = np.array(target.step(rows).logits)
+    for tensor in target.caches.tensors:
+        tensor[0] = torch.nan
+    damaged = np.array(target.step(rows).logits)
+    assert np.isnan(damaged[:5]).all()
+    np.testing.assert_array_equal(damaged[5:], expected[5:])
+
+
+def test_caches_are_written_in_place_and_grow_with_contexts(tiny_bundle: Bundle) -> None:
+    target = open_models(tiny_bundle, 2)[1]
+    prefilled(target, [20, 20])
+    places = [tensor.data_ptr() for tensor in target.caches.tensors]
+    bytes_before = [tensor.clone() for tensor in target.caches.tensors]
+    target.step(step_rows([3, 1], [20, 20], 1))
+    assert [tensor.data_ptr() for tensor in target.caches.tensors] == places
+    assert not any(map(torch.equal, target.caches.tensors, bytes_before))
+    saved, version = target.read_rows(1, 20), target.caches.version
+    target.reserve(500)
+    assert target.caches.version == version + 1
+    for one, other in zip(target.read_rows(1, 20), saved, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_logits_stay_where_they_are_until_somebody_reads(tiny_bundle: Bundle) -> None:
+    target = open_models(tiny_bundle, 2)[1]
+    output = target.step(step_rows([4, 2], [0, 0], 1))
+    assert isinstance(output.logits, DeviceArray)
+    assert output.logits.shape == (6, VOCAB)
+    part = output.logits[1:3]
+    assert isinstance(part, DeviceArray)
+    np.testing.assert_array_equal(np.asarray(part), output.logits.copy()[1:3])
+    np.testing.assert_array_equal(output.logits[np.array([4, 0])], output.logits.copy()[[4, 0]])
+    output.logits[...] = np.nan
+    assert np.isnan(part).all()
+
+
+def test_drafter_and_target_share_stored_weights(tiny_bundle: Bundle) -> None:
+    """The example's drafter borrows embeddings and head from its target: stored once, loaded once."""
+    backend = open_backend("torch", tiny_bundle, CPU)
+    assert isinstance(backend, TorchBackend)
+    embeddings = backend._drafter.backbone.embed_tokens.weight
+    assert embeddings.data_ptr() == backend._target.embed_tokens.weight.data_ptr()
+
+
+# Refusals -------------------------------------------------------------------------------------------
+
+
+def test_devices_that_are_not_there_are_refused(tiny_bundle: Bundle) -> None:
+    for device, message in (
+        ("cuda:77", r"sees \d+ CUDA devices"),
+        ("meta", "runs on cpu and cuda"),
+        ("gpu0", "is unknown; expected cpu, cuda or cuda:N"),
+    ):
+        with pytest.raises(BackendError, match=message):
+            open_backend("torch", tiny_bundle, BackendOptions(device=device))
+
+
+def test_unknown_backends_are_named(tiny_bundle: Bundle) -> None:
+    with pytest.raises(
+        BackendError, match="unknown backend 'cudnn'; there are onnxruntime, torch"
+    ):
+        open_backend("cudnn", tiny_bundle)
+
+
+def test_a_parameter_that_no_graph_holds_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    graph = onnx.load(tiny_bundle.path / "target.onnx", load_external_data=False)
+    kept = [t for t in graph.graph.initializer if not t.name.startswith("norm.weight")]
+    del graph.graph.initializer[:]
+    graph.graph.initializer.extend(kept)
+    onnx.save(graph, tmp_path / "target.onnx")
+    (tmp_path / "weights.bin").symlink_to(tiny_bundle.path / "weights.bin")
+    with pytest.raises(BundleError, match=r"no graph holds norm\.weight\. Export"):
+        StoredWeights(replace(tiny_bundle, path=tmp_path)).target()
