@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speeds this project promises, measured and compared with what was promised.
+
+    python benchmarks/judged.py [--only draft,target,...] [--folder DIR]
+
+Groups: draft, target, generation, speculation, host, roofline, context, int8, start. Both sides of a ratio take
+turns in one run and medians are divided; torch runs with 1 or all threads, whichever is faster for it, the
+engine with the number it chooses. Bundles are exported to DIR and used again from there. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
+
+import torch
+from eager import EagerPair, choose_threads
+
+from dspark_trt.bundle import Bundle, load_bundle
+from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, read_draft, read_target
+from dspark_trt.runtime.backends import Backend, open_backend
+from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs
+from dspark_trt.runtime.bench_turns import clock_for, medians, seconds_by_turns
+from dspark_trt.runtime.engine import Engine, EngineOptions
+from dspark_trt.runtime.machine import machine_name, usable_cpus
+from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
+from dspark_trt.runtime.request import Request, SamplingParams
+from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.shipped_prompts import PROMPTS
+from dspark_trt.runtime.text import TextCodec
+
+ROOT = Path(__file__).parents[1]
+CONTEXT = 256  # tokens before every measured step
+NEW_ROWS = 4  # accepted the round before
+NEW_TOKENS = 96
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One promise. `measured` None: it could not be measured here, `detail` says why."""
+
+    group: str
+    name: str
+    measured: float | None
+    bound: float
+    is_floor: bool = False  # at least the bound, instead of at most
+    detail: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.measured is None:
+            return "not measured"
+        kept = self.measured >= self.bound if self.is_floor else self.measured <= self.bound
+        return "met" if kept else "MISSED"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A drafter and its target: checkpoints, and the bundle made of them."""
+
+    name: str
+    draft: DraftCheckpoint
+    target: TargetCheckpoint
+    bundle: Bundle
+
+    def eager(self, *, batch: int = 1, capacity: int = 2 * CONTEXT) -> EagerPair:
+        return EagerPair.load(self.draft, self.target, batch=batch, capacity=capacity)
+
+    def backend(self, bench: "Bench") -> Backend:
+        return open_backend("onnxruntime", self.bundle, bench.options)
+
+
+@dataclass
+class Bench:
+    """Models to measure on, exported when first asked for."""
+
+    folder: Path
+    seconds: float  # of each comparison
+    threads: int  # for torch at most
+    options: BackendOptions  # for the engine
+
+    def compare(
+        self, arms: Mapping[str, Callable[[], object]], threads: int | None
+    ) -> dict[str, float]:
+        """Median seconds of each arm."""
+        clock = clock_for(threads)
+        return medians(seconds_by_turns(arms, seconds=self.seconds, calls=3, clock=clock))
+
+    @cached_property
+    def tiny(self) -> Models:
+        example = ROOT / "examples" / "tiny"
+        return self._exported("tiny", example / "drafter", example / "target")
+
+    @cached_property
+    def wide(self) -> Models:
+        """Hidden 1024, five layers, vocabulary 32,000, random weights; a target of six such layers."""
+        return self._exported("wide", *wide_checkpoints(self.folder))
+
+    def _exported(self, name: str, draft: Path, target: Path) -> Models:
+        from dspark_trt.export.bundle_from_checkpoints import export_bundle
+
+        checkpoints = read_draft(draft), read_target(target)
+        path = self.folder / name
+        if not path.exists():
+            print(f"exporting {name}", file=sys.stderr)
+            export_bundle(*checkpoints, path)
+        return Models(name, *checkpoints, load_bundle(path, verify_hashes=False))
+
+
+def wide_checkpoints(folder: Path) -> tuple[Path, Path]:
+    from tests.checkpoints import write_draft, write_target
+
+    target, drafter = folder / "wide-target", folder / "wide-drafter"
+    sizes = {
+        "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 64,
+        "vocab": 32_000, "max_positions": 4096,
+    }  # fmt: skip
+    if not target.exists():
+        write_target(target, layers=6, **sizes)
+    if not drafter.exists():
+        write_draft(
+            drafter, layout="specforge", layers=5, target_layers=6, target_hidden=1024, gamma=7,
+            rank=256, mask=31_999, target_layer_ids=(0, 1, 2, 3, 4), **sizes,
+        )  # fmt: skip
+    return drafter, target
+
+
+# Draft and target steps ----------------------------------------------------------------------------
+
+
+def draft_inputs(
+    bundle: Bundle, batch: int, temperature: float, context: int = CONTEXT
+) -> DraftInputs:
+    config, random = bundle.draft, np.random.default_rng(0)
+    shape = (batch, config.gamma + 1, config.tap_size)
+    return DraftInputs(
+        anchor_ids=random.integers(4, config.decoder.vocab_size, batch),
+        new_taps=random.standard_normal(shape, np.float32),
+        new_len=np.full(batch, NEW_ROWS),
+        context_len=np.full(batch, context),
+        temperature=np.full(batch, temperature, np.float32),
+        uniforms=random.random((batch, config.gamma), np.float32),
+    )
+
+
+def draft_arm(backend: Backend, batch: int, temperature: float) -> Callable[[], object]:
+    """One draft step through the backend; repeating it changes nothing."""
+    model = backend.draft_model(batch)
+    inputs = draft_inputs(backend.bundle, batch, temperature)
+    return lambda: model.draft(inputs)
+
+
+def eager_draft_arm(models: Models, batch: int, temperature: float) -> Callable[[], object]:
+    pair = models.eager(batch=batch)
+    inputs = draft_inputs(models.bundle, batch, temperature)
+    arguments = [
+        torch.from_numpy(each)
+        for each in (
+            inputs.anchor_ids,
+            inputs.new_taps[:, :NEW_ROWS],
+            inputs.new_len,
+            inputs.context_len,
+        )
+    ]
+    return lambda: pair.draft(*arguments, temperature)
+
+
+def step_rows(bundle: Bundle, batch: int, rows: int, context: int = CONTEXT) -> RaggedRows:
+    tokens = np.arange(4, 4 + rows) % bundle.draft.decoder.vocab_size
+    return ragged_rows([tokens] * batch, np.full(batch, context), np.full(batch, True))
+
+
+def against_eager(
+    bench: Bench, models: Models, ours: Callable[[], object], eager: Callable[[], object]
+) -> tuple[float, str]:
+    """Ratio of medians, and both in words."""
+    own = models.backend(bench).options.threads
+    threads = choose_threads(eager, bench.threads)
+    taken = bench.compare({"ours": ours, "eager": eager}, max(own or 0, threads))
+    detail = f"{1e3 * taken['ours']:.2f} ms, eager {1e3 * taken['eager']:.2f}; threads {own}, {threads}"
+    return taken["ours"] / taken["eager"], detail
+
+
+def draft(bench: Bench) -> Iterator[Figure]:
+    bounds = {  # model, batch, temperature -> promised ratio
+        ("tiny", 1, 1.0): 0.20,
+        ("tiny", 1, 0.0): 0.30,
+        ("wide", 1, 1.0): 0.60,
+        ("wide", 1, 0.0): 0.60,
+        **{("tiny", batch, heat): 1.0 for batch in (2, 4, 8, 16, 32) for heat in (1.0, 0.0)},
+        **{("wide", batch, heat): 1.0 for batch in (8, 32) for heat in (1.0, 0.0)},
+    }
+    for (model, batch, temperature), bound in bounds.items():
+        models: Models = getattr(bench, model)
+        ratio, detail = against_eager(
+            bench,
+            models,
+            draft_arm(models.backend(bench), batch, temperature),
+            eager_draft_arm(models, batch, temperature),
+        )
+        name = f"draft step / eager, {model}, batch {batch}, T = {temperature:g}"
+        yield Figure(group="draft", name=name, measured=ratio, bound=bound, detail=detail)
+
+
+def target(bench: Bench) -> Iterator[Figure]:
+    for models in (bench.tiny, bench.wide):
+        name = models.name
+        backend = models.backend(bench)
+        model, pair = backend.target_model(1), models.eager()
+        inputs = {rows: step_rows(models.bundle, 1, rows) for rows in (1, 8)}
+        if models is bench.tiny:
+            for rows, bound in ((1, 0.30), (8, 0.35)):
+                ratio, detail = against_eager(
+                    bench,
+                    models,
+                    partial(model.step, inputs[rows]),
+                    partial(pair.target_step, list(range(4, 4 + rows)), CONTEXT),
+                )
+                title = f"target step / eager, {name}, rows {rows}"
+                yield Figure(
+                    group="target", name=title, measured=ratio, bound=bound, detail=detail
+                )
+        arms = {str(rows): partial(model.step, own) for rows, own in inputs.items()}
+        taken = bench.compare(arms, backend.options.threads)
+        yield Figure(
+            group="target",
+            name=f"target 8 rows / 1 row, {name}",
+            measured=taken["8"] / taken["1"],
+            bound=1.5,
+            detail=f"{1e3 * taken['8']:.2f} ms against {1e3 * taken['1']:.2f}",
+        )
+
+
+# Whole generations ---------------------------------------------------------------------------------
+
+
+def prompts(bundle: Bundle, count: int) -> dict[str, list[tuple[int, ...]]]:
+    codec = TextCodec(bundle)
+    return {
+        domain: [
+            codec.encode_chat([{"role": "user", "content": text}]) for text in texts[:count]
+        ]
+        for domain, texts in PROMPTS.items()
+    }
+
+
+def ask(
+    engine: Engine, listed: list[tuple[int, ...]], temperature: float
+) -> list[tuple[int, ...]]:
+    params = SamplingParams(
+        temperature=temperature, max_new_tokens=NEW_TOKENS, seed=0, ignore_eos=True
+    )
+    done = engine.generate([Request(prompt_ids=ids, params=params) for ids in listed])
+    return [each.token_ids for each in done]
+
+
+def generation(bench: Bench) -> Iterator[Figure]:
+    bundle = bench.tiny.bundle
+    gamma = bundle.draft.gamma
+    listed = [ids for own in prompts(bundle, 2).values() for ids in own]
+    pair = bench.tiny.eager(capacity=1024)
+    for temperature in (0.0, 1.0):
+        engine = Engine.load(
+            bundle,
+            backend_options=bench.options,
+            options=EngineOptions(max_batch=1),
+            scheduler=f"fixed:{gamma}",
+        )
+        spent: dict[str, list[float]] = {"ours": [], "eager": []}
+        threads = choose_threads(
+            lambda: pair.generate(listed[0], 32, temperature=temperature, length=gamma),  # noqa: B023
+            bench.threads,
+        )
+        clock = clock_for(max(threads, bench.tiny.backend(bench).options.threads or 0))
+        for turn in range(4):
+            for ids in listed:
+                started = clock()
+                ours = ask(engine, [ids], temperature)[0]
+                middle = clock()
+                eager, _ = pair.generate(ids, NEW_TOKENS, temperature=temperature, length=gamma)
+                ended = clock()
+                if temperature == 0 and list(ours) != eager[:NEW_TOKENS]:
+                    print("greedy tokens differ from the eager loop's", file=sys.stderr)
+                if turn:
+                    spent["ours"].append((middle - started) / len(ours))
+                    spent["eager"].append((ended - middle) / len(eager))
+        speed = {name: 1 / median(values) for name, values in spent.items()}
+        yield Figure(
+            group="generation",
+            name=f"tokens/s / eager loop of the same rounds, tiny, T = {temperature:g}",
+            measured=speed["ours"] / speed["eager"],
+            bound=3.5,
+            is_floor=True,
+            detail=f"{speed['ours']:.0f} against {speed['eager']:.0f} tokens/s",
+        )
+
+
+# Host share ----------------------------------------------------------------------------------------
+
+
+class CallClock:
+    """Seconds inside onnxruntime, of all sessions of this process."""
+
+    def __init__(self) -> None:
+        import onnxruntime
+
+        self.seconds = 0.0
+        run = onnxruntime.InferenceSession.run_with_iobinding
+
+        def timed(*args: object, **kwargs: object) -> object:
+            started = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        onnxruntime.InferenceSession.run_with_iobinding = timed
+
+
+def host(bench: Bench) -> Iterator[Figure]:
+    clock, bundle = CallClock(), bench.tiny.bundle
+    listed = [ids for own in prompts(bundle, 12).values() for ids in own]
+    for batch, bound in ((1, 0.10), (32, 0.05)):
+        for temperature in (0.0, 1.0):
+            engine = Engine.load(
+                bundle,
+                backend_options=bench.options,
+                options=EngineOptions(max_batch=batch),
+                scheduler=f"fixed:{bundle.draft.gamma}",
+            )
+            shares, rounds = [], []
+            reports: list[RoundReport] = []
+            engine.observers.append(reports.append)
+            for turn in range(4):
+                for ids in islice(cycle(listed), turn * batch, (turn + 1) * batch):
+                    params = SamplingParams(
+                        temperature=temperature,
+                        max_new_tokens=NEW_TOKENS,
+                        seed=0,
+                        ignore_eos=True,
+                    )
+                    engine.submit(Request(prompt_ids=ids, params=params))
+                while engine.has_work:
+                    started, clock.seconds = time.perf_counter(), 0.0
+                    engine.step()
+                    taken = time.perf_counter() - started
+                    if (
+                        turn
+                        and reports[-1].decoding.all()
+                        and len(reports[-1].decoding) == batch
+                    ):
+                        shares.append(1 - clock.seconds / taken)
+                        rounds.append(taken)
+            yield Figure(
+                group="host",
+                name=f"outside backend calls, tiny, batch {batch}, T = {temperature:g}",
+                measured=median(shares),
+                bound=bound,
+                detail=f"of rounds of {1e3 * median(rounds):.2f} ms",
+            )
+
+
+# Starting ------------------------------------------------------------------------------------------
+
+_IMPORT = """
+import time
+started = time.process_time()
+import dspark_trt.runtime.engine
+print(time.process_time() - started)
+"""
+
+
+def start(bench: Bench) -> Iterator[Figure]:
+    seconds = [
+        float(subprocess.check_output([sys.executable, "-c", _IMPORT], cwd=ROOT))
+        for _ in range(7)
+    ]
+    yield Figure(
+        group="start",
+        name="import of the engine, CPU seconds",
+        measured=median(seconds),
+        bound=0.5,
+    )
+    for models in (bench.tiny, bench.wide):
+        bundle, name = models.bundle, models.name
+        arms = {
+            "load": partial(load_bundle, bundle.path),
+            "read": partial(read_bytes, bundle),
+            "unhashed": partial(load_bundle, bundle.path, verify_hashes=False),
+        }
+        taken = bench.compare(arms, 1)
+        detail = ", ".join(f"{arm} {1e3 * value:.1f} ms" for arm, value in taken.items())
+        yield Figure(
+            group="start",
+            name=f"bundle load / reading its bytes, {name}, files cached",
+            measured=taken["load"] / taken["read"],
+            bound=1.2,
+            detail=detail,
+        )
+
+
+def read_bytes(bundle: Bundle) -> None:
+    block = bytearray(1 << 22)
+    for name in bundle.files:
+        with (bundle.path / name).open("rb", buffering=0) as stream:
+            while stream.readinto(block):
+                pass
+
+
+GROUPS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    "draft": draft,
+    "target": target,
+    "generation": generation,
+    "host": host,
+    "start": start,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(GROUPS))
+    parser.add_argument("--folder", type=Path, help="where bundles stay; default: nowhere")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each comparison")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="for both sides; 1 also leaves other processes out of the times",
+    )
+    args = parser.parse_args()
+    chosen = args.only.split(",")
+    if unknown := set(chosen) - set(GROUPS):
+        parser.error(f"no group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    figures = []
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(
+            args.folder or Path(scratch),
+            args.seconds,
+            args.threads or usable_cpus(),
+            BackendOptions(threads=args.threads),
+        )
+        bench.folder.mkdir(parents=True, exist_ok=True)
+        for name in chosen:
+            for figure in GROUPS[name](bench):
+                figures.append(figure)
+                print_figure(figure)
+    print(
+        json.dumps(
+            {
+                "figures": [asdict(each) | {"verdict": each.verdict} for each in figures],
+                "machine": machine_name(),
+                "load": os.getloadavg(),
+                "torch": torch.__version__,
+            }
+        )
+    )
+    return 0
+
+
+def print_figure(figure: Figure) -> None:
+    measured = "-" if figure.measured is None else f"{figure.measured:.3f}"
+    sign = "≥" if figure.is_floor else "≤"
+    print(
+        f"{figure.verdict:>12}  {measured:>7} {sign} {figure.bound:<5g} {figure.name}"
+        f"{'  (' + figure.detail + ')' if figure.detail else ''}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
