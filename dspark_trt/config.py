@@ -66,6 +66,7 @@ class RopeConfig:
     """
 
     theta: float
+    rotary_fraction: float = 1.0  # share of the pairs that turn, the fastest ones (Gemma4)
     linear_factor: float = 1.0
     llama3_factor: float = 1.0
     low_freq_factor: float = (
@@ -82,6 +83,8 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if not self.theta > 0:
             raise ValueError(f"rope theta must be positive, got {self.theta}")
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary fraction must lie in (0, 1], got {self.rotary_fraction}")
         factors = {
             "YaRN": self.yarn_factor,
             "Llama 3": self.llama3_factor,
@@ -125,6 +128,20 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig:
+    """What makes a decoder Gemma4's: embeddings times sqrt(H), attention scale 1, a norm without weight
+    on the values, norms on both sides of attention and MLP, a scalar on each layer's output, tanh GELU.
+    """
+
+    key_is_value: bool  # values are the keys' projection, before its norm and rotation
+    logit_softcap: float | None = None  # on the head's logits, before a sequential head's bias
+
+    def __post_init__(self) -> None:
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit soft cap must be positive, got {self.logit_softcap}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The dimensions that drafter backbone and target share."""
 
@@ -145,6 +162,7 @@ class DecoderConfig:
         int | None, ...
     ] = ()  # rows each layer's attention sees; empty: all, everywhere
     experts: ExpertsConfig | None = None
+    gemma: GemmaConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -264,12 +282,13 @@ class TargetConfig:
 
 
 def _decoder_from_json(data: dict[str, Any]) -> DecoderConfig:
-    experts = data.get("experts")
+    experts, gemma = data.get("experts"), data.get("gemma")
     return DecoderConfig(
         **{
             **data,
             "rope": RopeConfig(**data["rope"]),
             "windows": tuple(data.get("windows", ())),
             "experts": None if experts is None else ExpertsConfig.from_json(experts),
+            "gemma": None if gemma is None else GemmaConfig(**gemma),
         }
     )

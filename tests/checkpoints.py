@@ -118,6 +118,71 @@ def write_draft(
     return path
 
 
+def write_gemma_draft(
+    path: Path,
+    *,
+    key_is_value: bool = True,
+    softcap: float | None = 2.0,
+    confidence: str = "hidden+markov",
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write a Gemma4 drafter in DeepSpec's layout and return ``path``; ``kv_heads`` are the global ones."""
+    sizes = Dims(**dims)
+    settings = _draft_json(sizes, "deepspec", "vanilla", confidence, False)
+    for key in ("rope_theta", "hidden_act"):
+        del settings[key]
+    settings |= {
+        "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        "target_model_type": "gemma4",
+        "target_text_model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": sizes.head_dim // 2,
+        "global_head_dim": sizes.head_dim,
+        "num_key_value_heads": sizes.kv_heads * (2 if key_is_value else 1),
+        "num_global_key_value_heads": sizes.kv_heads,
+        "attention_k_eq_v": key_is_value,
+        "final_logit_softcapping": softcap,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+            },
+        },
+    }  # fmt: skip
+    _write_json(path / "config.json", settings | (config or {}))
+    weights = gemma_weights(sizes, key_is_value=key_is_value, confidence=confidence, seed=seed)
+    _write_weights(path, weights, "float32", 1)
+    return path
+
+
+def gemma_weights(
+    sizes: Dims,
+    *,
+    key_is_value: bool = True,
+    confidence: str = "hidden+markov",
+    seed: int = 0,
+) -> Weights:
+    """Random weights of a Gemma4 drafter under DeepSpec's names, float32."""
+    weights = draft_weights(sizes, confidence=confidence, seed=seed)
+    extra: dict[str, tuple[int, ...]] = {}
+    for layer in range(sizes.layers):
+        if key_is_value:
+            del weights[f"layers.{layer}.self_attn.v_proj.weight"]
+        for side in ("pre", "post"):
+            extra[f"layers.{layer}.{side}_feedforward_layernorm.weight"] = (sizes.hidden,)
+    weights |= _random(extra, seed)
+    for layer in range(sizes.layers):
+        weights[f"layers.{layer}.layer_scalar"] = torch.tensor([0.6 + 0.25 * layer])
+    return weights
+
+
 def write_target(
     path: Path,
     *,

@@ -6,6 +6,7 @@ Settings that would change the mathematics and that the modules lack are refused
 
 from dspark_trt.checkpoint.experts import expert_shapes, read_experts
 from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.gemma import gemma_layer_shapes
 from dspark_trt.checkpoint.records import Notes
 from dspark_trt.checkpoint.rope import rope_from_fields
 from dspark_trt.checkpoint.tensors import Shape
@@ -94,6 +95,10 @@ def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
         layer = _attention_shapes(decoder) | (
             expert_shapes(decoder, experts) if experts and sparse else _mlp_shapes(decoder)
         )
+        if decoder.gemma is not None:
+            layer |= gemma_layer_shapes(decoder)
+            if decoder.gemma.key_is_value:
+                layer = {n: s for n, s in layer.items() if not n.startswith("self_attn.v_proj")}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 

@@ -41,6 +41,8 @@ def inexpressible(config: DraftConfig, dialect_name: str) -> list[str]:
     unknown = config.num_target_layers == UNKNOWN_DEPTH
     if dialect_name in (DEEPSPEC.name, SPECFORGE.name) and unknown:
         faults.append("a target of unknown depth (give it with --target)")
+    if dialect_name != DEEPSPEC.name and config.decoder.gemma is not None:
+        faults.append("Gemma4 layers")
     if dialect_name != SPECULATORS.name:
         if config.draft_vocab_size is not None:
             faults.append(f"a draft vocabulary of {config.draft_vocab_size} tokens")
@@ -113,7 +115,7 @@ def _depth_and_width(config: DraftConfig) -> Json:
 
 def _deepspec(config: DraftConfig, kept: Json) -> Json:
     return {
-        "architectures": ["Qwen3DSparkModel"],
+        "architectures": [f"{'Gemma4' if config.decoder.gemma else 'Qwen3'}DSparkModel"],
         **kept,
         **_depth_and_width(config),
         **_block(config),

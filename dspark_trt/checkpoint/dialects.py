@@ -68,7 +68,6 @@ _REFUSED: dict[str, Callable[[str], bool]] = {
     "Eagle3": lambda key: key.startswith("midlayer.") or (
         key.startswith("layers.") and key.endswith(".hidden_norm.weight")
     ),
-    "Gemma4": lambda key: key.endswith((".pre_feedforward_layernorm.weight", ".layer_scalar")),
     "DFlash2": lambda key: key.startswith(("dflash.conv_", "selector_")),
 }  # fmt: skip
 

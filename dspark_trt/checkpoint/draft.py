@@ -14,6 +14,7 @@ from dspark_trt.checkpoint.block import read_block
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
 from dspark_trt.checkpoint.dialects import SPECULATORS, Dialect, recognise
 from dspark_trt.checkpoint.fields import DRAFT_PLACES, Fields
+from dspark_trt.checkpoint.gemma import gemma_decoder, is_gemma
 from dspark_trt.checkpoint.heads import (
     confidence_shapes,
     head_shapes,
@@ -98,7 +99,10 @@ def _read_config(
     overrides: DraftOverrides,
     notes: Notes,
 ) -> DraftConfig:
-    decoder = decoder_from_fields(fields, notes, qk_norm=True)
+    if is_gemma(tensors):
+        decoder = gemma_decoder(fields, notes)
+    else:
+        decoder = decoder_from_fields(fields, notes, qk_norm=True)
     block = read_block(fields, dialect, decoder, overrides, notes)
     head_type, markov_rank = read_head(fields, tensors, notes)
     confidence = read_confidence(fields, dialect, tensors, decoder, markov_rank, notes)

@@ -75,6 +75,9 @@ def _rope(rope: RopeConfig) -> tuple[dict[str, Any], str]:
                 if key in names or key.startswith(prefix)
             }
             return shown, kind
+    if rope.rotary_fraction < 1:
+        shown |= {"rotary_fraction": rope.rotary_fraction, "linear_factor": rope.linear_factor}
+        return shown, "only the fastest pairs turn"
     if rope.linear_factor > 1:
         return shown | {"linear_factor": rope.linear_factor}, "every position is divided"
     return shown, "plain rotary embedding"

@@ -5,8 +5,6 @@ Context rows are taps projected by `fc` and normalised once for all layers; they
 `input_layernorm`. Row p of a cache is absolute position p; the block's slot 0 is the anchor's position.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,107 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dspark_trt.config import DecoderConfig, DraftConfig
-from dspark_trt.models.layers import MLP, Projection, RMSNorm
-from dspark_trt.models.operators import cached_attention, rotary, scatter_rows
+from dspark_trt.models.draft_layers import DraftAttention, DraftLayer, Packing
+from dspark_trt.models.gemma_layers import GemmaDraftLayer
+from dspark_trt.models.layers import RMSNorm
+from dspark_trt.models.operators import scatter_rows
 from dspark_trt.models.rope import RotaryTable
-from dspark_trt.models.windows import block_window, masked_attention
-
-Rotation = tuple[Tensor, Tensor]  # cos, sin: float32 [B, N, D/2]
+from dspark_trt.models.windows import block_window
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Where the rows of one update go: `[valid new context | block | padding]`, contiguous per request.
-
-    TensorRT allows one scatter a cache and step, so context and block share it; rows past `valid_len`
-    are garbage that the next step overwrites and attention never sees.
-    """
-
-    source: Tensor  # int64 [B, N]: row of the flattened [new context ; block] rows of the batch
-    write_indices: Tensor  # int64 [B]: first row written
-    valid_len: Tensor  # int64 [B]: rows attention may see
-    block_rotation: Rotation  # of the block's slots
-    row_rotation: Rotation  # of the packed rows
-    visible: Mapping[int, Tensor]  # window -> rows in it, bool [B, 1, slots, S]
-
-
-class DraftAttention(nn.Module):
-    def __init__(self, decoder: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.window = decoder.window(layer)
-        hidden, head_dim = decoder.hidden_size, decoder.head_dim
-        bias = decoder.attention_bias
-        self.q_proj = Projection(hidden, decoder.num_heads * head_dim, bias=bias)
-        self.kv_proj = Projection(hidden, 2 * decoder.num_kv_heads * head_dim, bias=bias)
-        self.o_proj = Projection(decoder.num_heads * head_dim, hidden, bias=bias)
-        if decoder.qk_norm:
-            self.q_norm = RMSNorm(head_dim, decoder.rms_norm_eps)
-            self.k_norm = RMSNorm(head_dim, decoder.rms_norm_eps)
-
-    def keys_values(self, rows: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rows `[B, N, H]` -> keys and values `[B, Hkv, N, D]` of the cache's dtype."""
-        keys, values = map(self._heads, self.kv_proj(rows).chunk(2, dim=-1))
-        if self.decoder.qk_norm:
-            keys = self.k_norm(keys)
-        keys = rotary(keys.transpose(1, 2), *rotation)
-        dtype = self.kv_proj.weight.dtype
-        return keys.to(dtype), values.transpose(1, 2).to(dtype)
-
-    def _heads(self, x: Tensor) -> Tensor:  # [B, N, heads*D] -> [B, N, heads, D]
-        return x.unflatten(-1, (-1, self.decoder.head_dim))
-
-    def forward(
-        self,
-        block: Tensor,
-        context: Tensor,
-        packing: Packing,
-        key_cache: Tensor,
-        value_cache: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        queries = self._heads(self.q_proj(block))
-        if self.decoder.qk_norm:
-            queries = self.q_norm(queries)
-        queries = rotary(queries.transpose(1, 2), *packing.block_rotation)
-        candidates = torch.cat((context, block), 1).flatten(0, 1)
-        rows = functional.embedding(packing.source, candidates)
-        keys, values = self.keys_values(rows, packing.row_rotation)
-        key_cache = scatter_rows(key_cache, keys, packing.write_indices)
-        value_cache = scatter_rows(value_cache, values, packing.write_indices)
-        queries, valid_len = queries.to(keys.dtype), packing.valid_len
-        if self.window is None:
-            mixed = cached_attention(
-                queries, key_cache, value_cache, valid_len, is_causal=False
-            )
-        else:
-            visible = packing.visible[self.window]
-            mixed = masked_attention(
-                queries, key_cache, value_cache, valid_len, visible=visible
-            )
-        return self.o_proj(mixed.transpose(1, 2).flatten(-2)), key_cache, value_cache
-
-
-class DraftLayer(nn.Module):
-    def __init__(self, decoder: DecoderConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.self_attn = DraftAttention(decoder, layer)
-        self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.mlp = MLP(decoder)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        packing: Packing,
-        key_cache: Tensor,
-        value_cache: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, key_cache, value_cache = self.self_attn(
-            self.input_layernorm(hidden), context, packing, key_cache, value_cache
-        )
-        hidden = hidden + mixed
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key_cache, value_cache
+def draft_layer(decoder: DecoderConfig, layer: int) -> DraftLayer:
+    if decoder.gemma is not None:
+        return GemmaDraftLayer(decoder, decoder.gemma, layer)
+    return DraftLayer(decoder, layer)
 
 
 class Backbone(nn.Module):
@@ -128,10 +37,15 @@ class Backbone(nn.Module):
         self.fc = nn.Linear(config.tap_size, decoder.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DraftLayer(decoder, layer) for layer in range(decoder.num_layers)
+            draft_layer(decoder, layer) for layer in range(decoder.num_layers)
         )
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.rotary = RotaryTable(decoder)
+
+    def embed(self, token_ids: Tensor) -> Tensor:  # int64 [..] -> float32 [.., H]
+        hidden = self.embed_tokens(token_ids).float()
+        decoder = self.config.decoder
+        return hidden if decoder.gemma is None else hidden * decoder.hidden_size**0.5
 
     def context_rows(self, taps: Tensor) -> Tensor:  # float32 [B, N, m*H] -> float32 [B, N, H]
         """Float32 even with 16-bit weights: taps beyond 2e4 are real and their products overflow."""
@@ -196,7 +110,7 @@ class Backbone(nn.Module):
         masks = torch.full_like(
             packing.source[:, 1 : self.config.block_slots], self.config.mask_token_id
         )
-        hidden = self.embed_tokens(torch.cat((anchor_ids[:, None], masks), 1)).float()
+        hidden = self.embed(torch.cat((anchor_ids[:, None], masks), 1))
         updated = []
         for layer, key_cache, value_cache in zip(
             self.layers, caches[::2], caches[1::2], strict=True

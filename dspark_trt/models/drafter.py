@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from dspark_trt.config import ConfidenceInput, DraftConfig, HeadType
 from dspark_trt.models.backbone import Backbone
 from dspark_trt.models.heads import ConfidenceHead, SequentialHead
-from dspark_trt.models.layers import Projection
+from dspark_trt.models.layers import LanguageHead
 from dspark_trt.models.operators import sample_draft
 from dspark_trt.models.vocabulary import UNDRAFTABLE, DraftVocabulary
 
@@ -18,7 +18,7 @@ class Drafter(nn.Module):
         self.config = config
         decoder = config.decoder
         self.backbone = Backbone(config)
-        self.lm_head = Projection(decoder.hidden_size, config.head_vocab_size, bias=False)
+        self.lm_head = LanguageHead(decoder, config.head_vocab_size)
         self.vocabulary = None if config.draft_vocab_size is None else DraftVocabulary(config)
         if config.head_type is not HeadType.NONE:
             self.markov_head = SequentialHead(config)

@@ -16,6 +16,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     # Always on the CPU: these are constants, real even where a module is built without weights.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    turning = int(rope.rotary_fraction * head_dim // 2)
+    frequencies[turning:] = 0.0
     if rope.llama3_factor > 1:
         return _llama3(frequencies, rope), 1.0
     if rope.yarn_factor == 1.0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dspark_trt.config import WindowRule
+from dspark_trt.models.fixed_shapes import attention_over_capacity, current_sampler
 
 _OPSET = 24
 
@@ -72,6 +73,10 @@ def masked_attention(
             version=_OPSET,
         )
         return node
+    if current_sampler() is not None:
+        return attention_over_capacity(
+            query, key, value, valid_len, is_causal=is_causal, visible=visible, scale=scale
+        )
     span = int(valid_len.max())
     columns = torch.arange(span, device=query.device)
     limit = valid_len[:, None, None].expand(-1, query.shape[2], 1)

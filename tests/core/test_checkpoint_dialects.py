@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from dspark_trt.checkpoint import EMBEDDING, LM_HEAD, DraftOverrides, read_draft
-from dspark_trt.config import SlotSemantics
+from dspark_trt.checkpoint.convert import convert_draft
+from dspark_trt.config import GemmaConfig, SlotSemantics
 from dspark_trt.errors import CheckpointError
-from tests.checkpoints import LAYOUTS, edit_config, edit_tensors, write_draft, write_target
+from tests.checkpoints import (
+    LAYOUTS,
+    edit_config,
+    edit_tensors,
+    write_draft,
+    write_gemma_draft,
+    write_target,
+)
 
 DSPARK_LAYOUTS = [layout for layout in LAYOUTS if layout != "zlab-dflash"]
 IN_PLACE, ANCHOR_FIRST = SlotSemantics.IN_PLACE, SlotSemantics.ANCHOR_FIRST
@@ -264,8 +272,6 @@ def test_size_of_the_draft_vocabulary_against_the_head(tmp_path: Path) -> None:
         ("mtp.0.main_norm.weight", "DeepSeek-V4 mtp"),
         ("layers.0.hidden_norm.weight", "Eagle3"),
         ("midlayer.hidden_norm.weight", "Eagle3"),
-        ("layers.0.pre_feedforward_layernorm.weight", "Gemma4"),
-        ("layers.0.layer_scalar", "Gemma4"),
         ("selector_proj.weight", "DFlash2"),
     ],
 )
@@ -305,3 +311,53 @@ def test_yarn_is_read_in_every_dialect(tmp_path: Path, layout: str) -> None:
     )
     rope = read_draft(path).config.decoder.rope
     assert (rope.yarn_factor, rope.original_positions, rope.theta) == (16.0, 4096, 1e4)
+
+
+def test_gemma4_uses_the_sizes_of_full_attention(tmp_path: Path) -> None:
+    checkpoint = read_draft(write_gemma_draft(tmp_path / "draft"))
+    decoder = checkpoint.config.decoder
+    assert (checkpoint.format, decoder.head_dim, decoder.num_kv_heads) == ("deepspec", 32, 2)
+    assert decoder.gemma == GemmaConfig(key_is_value=True, logit_softcap=2.0)
+    assert (decoder.rope.theta, decoder.rope.rotary_fraction) == (1e6, 0.25)
+    assert "layers.1.self_attn.v_proj.weight" not in checkpoint.tensors
+    separate = read_draft(write_gemma_draft(tmp_path / "separate", key_is_value=False))
+    assert "layers.1.self_attn.v_proj.weight" in separate.tensors
+    copy = convert_draft(checkpoint, tmp_path / "copy", to="deepspec")
+    assert copy.config == checkpoint.config
+    with pytest.raises(
+        CheckpointError, match="speculators, which has no words for Gemma4 layers"
+    ):
+        convert_draft(checkpoint, tmp_path / "other", to="speculators")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block is True, which is not supported yet"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ({"attention_k_eq_v": None}, "attention_k_eq_v is missing"),
+        ({"attention_k_eq_v": False}, r"missing: layers\.0\.self_attn\.v_proj\.weight"),
+        ({"final_logit_softcapping": 0}, "logit soft cap must be positive, got 0"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types holds 'sliding_attention'; Gemma4"),
+        ({"num_kv_shared_layers": 1, "use_double_wide_mlp": True}, "wide MLPs are not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+         "rope_parameters.full_attention.rope_type is 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}},
+         "partial_rotary_factor is None, expected a number"),
+    ],
+)  # fmt: skip
+def test_gemma4_settings_that_are_refused(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    path = write_gemma_draft(tmp_path / "draft", config=changes)
+    with pytest.raises(CheckpointError, match=text):
+        read_draft(path)
+
+
+def test_a_lost_layer_scalar_is_missed(tmp_path: Path) -> None:
+    """It is a buffer in the reference, and is easily lost on the way (vllm-project/vllm#41703)."""
+    path = write_gemma_draft(tmp_path / "draft")
+    edit_tensors(path, lambda weights: weights.pop("layers.1.layer_scalar"))
+    with pytest.raises(CheckpointError, match=r"missing: layers\.1\.layer_scalar"):
+        read_draft(path)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma4 drafters of DeepSpec: a text configuration with settings of its own for full attention."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from dspark_trt.checkpoint.fields import Fields, is_number
+from dspark_trt.checkpoint.records import Notes
+from dspark_trt.checkpoint.tensors import Shape
+from dspark_trt.config import DecoderConfig, GemmaConfig, RopeConfig
+
+_NEUTRAL = {  # setting -> the value that leaves the decoder as the modules compute it
+    "hidden_activation": "gelu_pytorch_tanh",
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0,
+    "use_bidirectional_attention": None,
+}
+_FULL = "full_attention"
+_ROPE_KEYS = frozenset({"rope_type", "rope_theta", "partial_rotary_factor", "factor"})
+
+
+def is_gemma(tensors: Iterable[str]) -> bool:
+    """Whether a drafter's tensors are of Gemma4 layers."""
+    return any(
+        name.endswith((".pre_feedforward_layernorm.weight", ".layer_scalar"))
+        for name in tensors
+    )
+
+
+def gemma_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
+    """The dimensions of a Gemma4 drafter: every layer has full attention, hence the global sizes.
+
+    Raises:
+        CheckpointError: a key is missing, has the wrong type, or asks for what the modules lack.
+    """
+    _refuse_unsupported(fields)
+    shares = fields.require("attention_k_eq_v", fields.flag("attention_k_eq_v"))
+    heads = "num_global_key_value_heads" if shares.value else "num_key_value_heads"
+    bias, cap = fields.flag("attention_bias"), fields.number("final_logit_softcapping")
+    notes.decide(
+        "architecture",
+        {
+            "layout": "gemma4",
+            "key_is_value": shares.value,
+            "logit_softcap": cap.value if cap else None,
+        },
+        "the tensors have layer_scalar and norms on both sides of attention and MLP",
+    )
+    try:
+        return DecoderConfig(
+            hidden_size=fields.required_integer("hidden_size"),
+            intermediate_size=fields.required_integer("intermediate_size"),
+            num_layers=fields.required_integer("num_hidden_layers"),
+            num_heads=fields.required_integer("num_attention_heads"),
+            num_kv_heads=fields.required_integer(heads),
+            head_dim=fields.required_integer("global_head_dim"),
+            vocab_size=fields.required_integer("vocab_size"),
+            rms_norm_eps=float(
+                fields.require("rms_norm_eps", fields.number("rms_norm_eps")).value
+            ),
+            rope=_rope(fields),
+            max_positions=fields.required_integer("max_position_embeddings"),
+            qk_norm=True,
+            attention_bias=bool(bias and bias.value),
+            gemma=GemmaConfig(
+                key_is_value=shares.value, logit_softcap=float(cap.value) if cap else None
+            ),
+        )
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+
+
+def gemma_layer_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
+    """What a Gemma4 layer has beside the tensors of every layer."""
+    hidden = (decoder.hidden_size,)
+    return {
+        "pre_feedforward_layernorm.weight": hidden,
+        "post_feedforward_layernorm.weight": hidden,
+        "layer_scalar": (1,),
+    }
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    for key, neutral in _NEUTRAL.items():
+        setting = fields.find(key)
+        if setting is not None and setting.value != neutral:
+            raise fields.error(
+                f"{setting.where} is {setting.value!r}, which is not supported yet (only {neutral!r})"
+            )
+    shared, wide = fields.integer("num_kv_shared_layers"), fields.flag("use_double_wide_mlp")
+    if shared and shared.value and wide and wide.value:
+        raise fields.error(
+            f"{wide.where} is true with {shared.where} {shared.value}: wide MLPs are not supported yet"
+        )
+    types = fields.texts("layer_types")
+    if types is not None and (other := [kind for kind in types.value if kind != _FULL]):
+        raise fields.error(
+            f"{types.where} holds {other[0]!r}; Gemma4 drafters are supported with {_FULL!r} only"
+        )
+
+
+def _rope(fields: Fields) -> RopeConfig:
+    """Rotary settings of full attention: plain, or proportional (only the fastest pairs turn)."""
+    setting = fields.require("rope_parameters", fields.mapping("rope_parameters"))
+    nested = setting.value.get(_FULL)
+    where, rope = setting.where, setting.value
+    if isinstance(nested, dict):
+        where, rope = f"{where}.{_FULL}", nested
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "proportional"):
+        raise fields.error(
+            f"{where}.rope_type is {kind!r}; Gemma4 drafters are supported with 'default' and "
+            "'proportional'"
+        )
+    if unknown := sorted(rope.keys() - _ROPE_KEYS):
+        raise fields.error(
+            f"{where} has settings this reader does not know: {', '.join(unknown)}"
+        )
+    theta = _number(fields, where, rope, "rope_theta")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    return RopeConfig(
+        theta=theta,
+        rotary_fraction=_number(fields, where, rope, "partial_rotary_factor"),
+        linear_factor=_number(fields, where, {"factor": 1.0} | rope, "factor"),
+    )
+
+
+def _number(fields: Fields, where: str, rope: dict[str, Any], key: str) -> float:
+    value = rope.get(key)
+    if value is None or not is_number(value):
+        raise fields.error(f"{where}.{key} is {value!r}, expected a number")
+    return float(value)
