@@ -33,7 +33,6 @@ from dspark_trt.engine_manifest import (
 from dspark_trt.errors import BuildError, BundleError
 from dspark_trt.export.engines.engine_from_onnx import Job
 from dspark_trt.export.engines.engine_graph import structure_sha256
-from dspark_trt.export.engines.libraries import Library, load_library
 from dspark_trt.export.engines.profiles import buckets, profiles_for, resolve_limits
 from dspark_trt.export.engines.support import (
     check_bundle,
@@ -42,6 +41,7 @@ from dspark_trt.export.engines.support import (
     choose_graphs,
 )
 from dspark_trt.gpu import visible_gpu
+from dspark_trt.tensorrt_library import Library, load_library
 
 _TOOLS = ("onnx", "polygraphy")
 _QUOTED = 400  # characters of a library's own words

@@ -13,8 +13,8 @@ from dspark_trt.engine_manifest import (
     read_engine_manifest,
 )
 from dspark_trt.errors import BackendError, BundleError
-from dspark_trt.export.engines.libraries import load_library
 from dspark_trt.gpu import visible_gpu
+from dspark_trt.tensorrt_library import load_library
 
 
 def describe_engine(path: Path) -> dict[str, Any]:

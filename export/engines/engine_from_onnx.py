@@ -16,8 +16,9 @@ from dspark_trt.bindings import Binding
 from dspark_trt.engine_manifest import AMPERE_PLUS, Profile, profile_from_json
 from dspark_trt.errors import BuildError
 from dspark_trt.export.engines.engine_graph import for_tensorrt, for_tensorrt_rtx
-from dspark_trt.export.engines.libraries import load_library, polygraphy_loaders
+from dspark_trt.export.engines.libraries import polygraphy_loaders
 from dspark_trt.export.engines.progress import PhaseTree
+from dspark_trt.tensorrt_library import load_library
 
 _REPORT_EVERY_S = 0.1
 

@@ -8,8 +8,8 @@ from dspark_trt.bundle import Bundle
 from dspark_trt.config import DecoderConfig
 from dspark_trt.engine_manifest import AMPERE_PLUS
 from dspark_trt.errors import BackendError, BuildError
-from dspark_trt.export.engines.libraries import Library
 from dspark_trt.gpu import Gpu
+from dspark_trt.tensorrt_library import Library
 
 HEAD_DIMS = range(16, 257, 8)  # of fused attention, in both libraries
 ALL = "all"

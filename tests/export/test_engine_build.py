@@ -34,8 +34,8 @@ from dspark_trt.export.engines.build import (
 )
 from dspark_trt.export.engines.describe import describe_engine
 from dspark_trt.export.engines.engine_from_onnx import Job
-from dspark_trt.export.engines.libraries import load_library
 from dspark_trt.export.engines.profiles import graph_bindings
+from dspark_trt.tensorrt_library import load_library
 from tests.conftest import ExportBundle
 from tests.export.engine_plan_reader import Plan, read_plan
 

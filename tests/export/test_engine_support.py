@@ -11,7 +11,6 @@ import pytest
 from dspark_trt.bundle import FileRecord
 from dspark_trt.engine_manifest import AMPERE_PLUS
 from dspark_trt.errors import BackendError, BuildError, BundleError
-from dspark_trt.export.engines.libraries import Library, load_library
 from dspark_trt.export.engines.support import (
     check_bundle,
     check_options,
@@ -19,6 +18,7 @@ from dspark_trt.export.engines.support import (
     choose_graphs,
 )
 from dspark_trt.gpu import Gpu
+from dspark_trt.tensorrt_library import Library, load_library
 from tests.export.test_engine_profiles import make_bundle
 
 ADA = Gpu("NVIDIA GeForce RTX 4090", "sm89")
