@@ -14,11 +14,15 @@ from dspark_trt.runtime.serving.schema import ChatRequest, CompletionRequest
 from dspark_trt.runtime.serving.service import Service
 
 
+# Of a stream: each event's data is a chunk as JSON, an error as JSON, or [DONE].
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+
+
 def api_routes(service: Service) -> APIRouter:
     """Completions, chat completions and models."""
     router = APIRouter(tags=["OpenAI"])
     generates = documented(400, 401, 404, 413, 422, 429, 500, 503)
-    event_stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    event_stream = {"text/event-stream": {"schema": _EVENT}}
 
     @router.post(
         "/v1/completions",

@@ -84,7 +84,7 @@ class Sampling(Strict):
     # Extensions that other servers have too.
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
     dspark: Extensions | None = None
 

@@ -20,6 +20,9 @@ from dspark_trt.runtime.serving.settings import ServerSettings
 from dspark_trt.runtime.text import TextCodec
 
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+# Where float32 ends: colder than this only the best token is left, and a smaller top_p keeps no more than it.
+_GREEDY_BELOW = 1e-5
+_TOP_P_OF_ONE = 1e-6
 Prompt = tuple[int, ...]
 
 
@@ -152,10 +155,11 @@ class Translator:
     ) -> SamplingParams:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         _require_text(*stop)
+        temperature = _or(body.temperature, 1.0)
         return SamplingParams(
-            temperature=_or(body.temperature, 1.0),
+            temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
             top_k=min(body.top_k or 0, self._vocab),
-            top_p=_or(body.top_p, 1.0),
+            top_p=max(_or(body.top_p, 1.0), _TOP_P_OF_ONE),
             min_p=_or(body.min_p, 0.0),
             repetition_penalty=_or(body.repetition_penalty, 1.0),
             presence_penalty=_or(body.presence_penalty, 0.0),
