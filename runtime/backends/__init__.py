@@ -16,7 +16,7 @@ from dspark_trt.runtime.backends.interface import (
 
 __all__ = ["BACKENDS", "Backend", "open_backend"]
 
-BACKENDS = ("onnxruntime", "torch")
+BACKENDS = ("onnxruntime", "torch", "tensorrt", "tensorrt-rtx")
 
 
 def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = None) -> Backend:
@@ -25,6 +25,7 @@ def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = Non
     Raises:
         BackendError: unknown name, a library or device that is missing, or a precision the backend cannot
             run.
+        BundleError: the bundle has no engines for this backend, library version and GPU.
     """
     options = options or BackendOptions()
     match name:
@@ -32,6 +33,10 @@ def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = Non
             return _ort_backend(bundle, options)
         case "torch":
             return _torch_backend(bundle, options)
+        case "tensorrt" | "tensorrt-rtx":
+            from dspark_trt.runtime.backends.engine_backend import EngineBackend
+
+            return EngineBackend(name, bundle, options)
     raise BackendError(f"unknown backend {name!r}; there are {', '.join(BACKENDS)}")
 
 

@@ -159,6 +159,8 @@ class TorchBackend:
     def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
         self.bundle, self.options = bundle, options
         self.device = choose_device(options.device)
+        if self.device.type == "cuda":
+            _require_triton()
         if options.threads is not None and self.device.type == "cpu":
             torch.set_num_threads(options.threads)
         self._weights = StoredWeights(bundle, self.device)
@@ -209,7 +211,7 @@ def choose_device(wanted: str | None) -> torch.device:
     """The device asked for; by default a GPU where there is one.
 
     Raises:
-        BackendError: no such device here, or the GPU is used without Triton.
+        BackendError: no such device here.
     """
     name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -227,7 +229,6 @@ def choose_device(wanted: str | None) -> torch.device:
                 f"device {name!r}: torch {torch.__version__} sees {count} CUDA devices. "
                 "Use --device cpu, or install a torch build for this GPU's CUDA version."
             )
-        _require_triton()
         torch.cuda.set_device(device)
     return device
 

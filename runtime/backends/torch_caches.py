@@ -8,6 +8,7 @@ there (`cuda_graphs.padding`).
 import torch
 
 from dspark_trt.config import DecoderConfig
+from dspark_trt.errors import BackendError
 from dspark_trt.runtime.backends.interface import CacheRows
 
 # On a CPU attention pays for the rows there are, so they grow in small steps. On a GPU growing also means
@@ -18,7 +19,7 @@ _GROWTH = {"cpu": (1.25, 64), "cuda": (2.0, 512)}  # factor, rows
 class DeviceCaches:
     """`2L` tensors `[requests, Hkv, S, D]`. Addresses change only in `reserve`, which counts `version` up.
 
-    A `fixed` number of rows, as engines have, never grows: what does not fit was refused before.
+    A `fixed` number of rows, as engines have, never grows.
     """
 
     def __init__(
@@ -34,10 +35,9 @@ class DeviceCaches:
         self.version = 0
         self.scratch = scratch
         self._fixed = fixed
-        shape = (requests, decoder.num_kv_heads, fixed or 0, decoder.head_dim)
         self.tensors = [
-            torch.zeros(shape, dtype=dtype, device=device)
-            for _ in range(2 * decoder.num_layers)
+            torch.zeros((requests, heads, fixed or 0, size), dtype=dtype, device=device)
+            for heads, size in decoder.cache_sizes
         ]
 
     @property
@@ -50,11 +50,19 @@ class DeviceCaches:
         return self.capacity_rows - self.scratch
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` a request, scratch rows not counted."""
+        """Make room for `rows` a request, scratch rows not counted.
+
+        Raises:
+            BackendError: the number of rows is fixed.
+        """
         wanted = rows + self.scratch
         if wanted <= self.capacity_rows:
             return
-        assert self._fixed is None, f"{rows} rows do not fit engines of {self._fixed}"
+        if self._fixed is not None:
+            raise BackendError(
+                f"a context of {rows} tokens does not fit the engines' caches of {self._fixed} rows, "
+                f"{self.scratch} of which belong to nobody. Build engines with a larger --capacity."
+            )
         factor, quantum = _GROWTH[self.tensors[0].device.type]
         capacity = -(-int(wanted * factor) // quantum) * quantum
         for i, old in enumerate(self.tensors):

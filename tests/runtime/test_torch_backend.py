@@ -302,7 +302,7 @@ def test_devices_that_are_not_there_are_refused(tiny_bundle: Bundle) -> None:
 
 def test_unknown_backends_are_named(tiny_bundle: Bundle) -> None:
     with pytest.raises(
-        BackendError, match="unknown backend 'cudnn'; there are onnxruntime, torch"
+        BackendError, match="unknown backend 'cudnn'; there are onnxruntime, torch, tensorrt"
     ):
         open_backend("cudnn", tiny_bundle)
 
