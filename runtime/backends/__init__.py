@@ -63,6 +63,12 @@ class OrtBackend:
 
 
 def _ort_backend(bundle: Bundle, options: BackendOptions) -> Backend:
+    if any(provider != "CPUExecutionProvider" for provider in options.providers):
+        raise BackendError(
+            f"onnxruntime's {', '.join(options.providers)}: only CPUExecutionProvider is supported, because "
+            "this backend keeps caches in host memory, and others would copy them in every step. "
+            "On a GPU use backend torch, tensorrt or tensorrt-rtx."
+        )
     if bundle.dtype == "bfloat16":
         raise BackendError(
             "onnxruntime's CPU provider has no bfloat16 kernels. "

@@ -105,13 +105,13 @@ class DeviceRounds:
         self._offset = torch.zeros(self._gamma, device=parts.device)
         self._most_rows = np.zeros(rows, np.int64)  # the host's bound of `target_len`
         self._launched_for = -1
+        # Accepted count and tokens of each request side by side: one copy brings both.
+        self._result = torch.zeros(
+            (rows, self._gamma + 2), dtype=torch.int64, device=parts.device
+        )
         pinned = parts.device.type == "cuda"
         self._results = [
-            tuple(
-                torch.zeros_like(self._buffers[name], device="cpu", pin_memory=pinned)
-                for name in ("verify.accepted", "verify.tokens")
-            )
-            for _ in range(2)
+            torch.zeros_like(self._result, device="cpu", pin_memory=pinned) for _ in range(2)
         ]
         outputs = ("draft.tokens", "draft.logits", "draft.confidence_logits")
         self.draft_graphs = parts.graphs("draft", self._draft, outputs)
@@ -119,8 +119,8 @@ class DeviceRounds:
         self.round_graphs = parts.graphs(
             "round",
             self._after_draft,
-            ("verify.target_logits", "target.taps", "verify.accepted", "verify.tokens"),
-            state=(*state, self._buffers["draft.new_taps"]),
+            ("verify.target_logits", "target.taps"),
+            state=(*state, self._buffers["draft.new_taps"], self._result),
         )
 
     def calibrate(self, slope: Floats, offset: Floats) -> None:
@@ -189,10 +189,9 @@ class DeviceRounds:
         self.draft_graphs.run(draft, version)
         self.round_graphs.run(rest, version)
         self._results.reverse()
-        accepted, tokens = (host[:batch] for host in self._results[0])
-        accepted.copy_(self._buffers["verify.accepted"][:batch], non_blocking=True)
-        tokens.copy_(self._buffers["verify.tokens"][:batch], non_blocking=True)
-        return RoundOnTheWay(self._buffers.arrival(), accepted.numpy(), tokens.numpy())
+        host = self._results[0][:batch]
+        host.copy_(self._result[:batch], non_blocking=True)
+        return RoundOnTheWay(self._buffers.arrival(), host)
 
     def _make_room(self, batch: int) -> None:
         """A round commits γ+1 tokens at most; how many it was is not waited for."""
@@ -254,6 +253,7 @@ class DeviceRounds:
     def _commit(self, batch: int, active: Tensor, offsets: Tensor) -> None:
         buffers = self._buffers
         accepted, tokens = buffers["verify.accepted"][:batch], buffers["verify.tokens"][:batch]
+        self._result[:batch] = torch.cat((accepted[:, None], tokens), 1)
         advance = torch.where(active, accepted + 1, 0)  # 0: refused, nothing is committed
         last = (advance - 1).clamp(min=0)
         self._draft_len[:batch] += torch.where(active, self._new_len[:batch], 0)
@@ -270,10 +270,11 @@ class DeviceRounds:
 class RoundOnTheWay:
     """A launched round. Its results last until the next but one is launched."""
 
-    def __init__(self, arrival: Arrival, accepted: Ints, tokens: Ints) -> None:
-        self._arrival, self._accepted, self._tokens = arrival, accepted, tokens
+    def __init__(self, arrival: Arrival, host: Tensor) -> None:
+        self._arrival, self._host = arrival, host
 
     def read(self) -> Committed:
         """Wait for the committed tokens; copies, the caller's to keep."""
         self._arrival.wait()
-        return Committed(self._accepted.copy(), self._tokens.copy())
+        result = self._host.numpy().copy()
+        return Committed(result[:, 0], result[:, 1:])

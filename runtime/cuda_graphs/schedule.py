@@ -8,6 +8,7 @@ the host waits for the confidences, decides lengths, and launches the rest.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from dspark_trt.runtime.cuda_graphs.buckets import Buckets, GraphKey
 
@@ -27,6 +28,7 @@ class Launch:
     waits_for_host: bool = False  # the host has to read the step before it
 
 
+@lru_cache(maxsize=1024)  # asked for in every round
 def round_launches(
     batch: int, *, gamma: int, buckets: Buckets, budget: int | None
 ) -> tuple[Launch, ...]:
