@@ -46,11 +46,14 @@ class GraphBindings:
 
 def cache_bindings(decoder: DecoderConfig, dtype: str, prefix: str) -> tuple[Binding, ...]:
     """`2L` caches `[B, Hkv, S, D]`: key and value of each layer in turn; `prefix` is past or present."""
-    shape = ("batch", decoder.num_kv_heads, "capacity", decoder.head_dim)
-    return tuple(
-        Binding(f"{prefix}_{kind}_{layer}", dtype, shape)
+    names = [
+        f"{prefix}_{kind}_{layer}"
         for layer in range(decoder.num_layers)
         for kind in ("key", "value")
+    ]
+    return tuple(
+        Binding(name, dtype, ("batch", heads, "capacity", size))
+        for name, (heads, size) in zip(names, decoder.cache_sizes, strict=True)
     )
 
 

@@ -6,7 +6,7 @@ Legend used throughout the package: B requests, T flattened rows, K = γ drafted
 H hidden size, m tapped layers, r Markov rank, S cache capacity (rows).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -57,6 +57,7 @@ class TargetFamily(StrEnum):
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3_moe"
     LLAMA = "llama"
+    GEMMA4 = "gemma4_text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +129,36 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingSizes:
+    """Sizes of a Gemma4 target's windowed layers, where they differ from those of full attention."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig:
     """What makes a decoder Gemma4's: embeddings times sqrt(H), attention scale 1, a norm without weight
     on the values, norms on both sides of attention and MLP, a scalar on each layer's output, tanh GELU.
     """
 
-    key_is_value: bool  # values are the keys' projection, before its norm and rotation
+    key_is_value: (
+        bool  # full attention: values are the keys' projection, before norm and rotation
+    )
     logit_softcap: float | None = None  # on the head's logits, before a sequential head's bias
+    sliding: SlidingSizes | None = None  # of layers with a window
 
     def __post_init__(self) -> None:
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit soft cap must be positive, got {self.logit_softcap}")
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        sliding = data.get("sliding")
+        if sliding is not None:
+            sliding = SlidingSizes(**{**sliding, "rope": RopeConfig(**sliding["rope"])})
+        return cls(**{**data, "sliding": sliding})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +206,26 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         """Rows that the attention of ``layer`` sees, its own included; None: all."""
         return self.windows[layer] if self.windows else None
+
+    @property
+    def cache_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Key-value heads and head size of each of the 2L caches: key and value of each layer in turn."""
+        layers = map(self.of_layer, range(self.num_layers))
+        sizes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
+        return tuple(size for size in sizes for _ in ("key", "value"))
+
+    def of_layer(self, layer: int) -> Self:
+        """The sizes of one layer, in the place of the decoder's."""
+        if self.gemma is None or self.gemma.sliding is None or self.window(layer) is None:
+            return self
+        sizes = self.gemma.sliding
+        return replace(
+            self,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            rope=sizes.rope,
+            gemma=replace(self.gemma, key_is_value=False),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +329,6 @@ def _decoder_from_json(data: dict[str, Any]) -> DecoderConfig:
             "rope": RopeConfig(**data["rope"]),
             "windows": tuple(data.get("windows", ())),
             "experts": None if experts is None else ExpertsConfig.from_json(experts),
-            "gemma": None if gemma is None else GemmaConfig(**gemma),
+            "gemma": None if gemma is None else GemmaConfig.from_json(gemma),
         }
     )

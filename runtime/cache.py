@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key and value caches on the host: one row per request, grown as contexts grow."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,12 +15,12 @@ QUANTUM_ROWS = 64
 class CacheBuffers:
     """`2L` arrays `[requests, Hkv, S, D]`. Addresses change only in `reserve`, which counts `version` up."""
 
-    def __init__(
-        self, *, arrays: int, requests: int, kv_heads: int, head_dim: int, dtype: str
-    ) -> None:
+    def __init__(self, *, sizes: Iterable[tuple[int, int]], requests: int, dtype: str) -> None:
+        """`sizes` gives the key-value heads and the head size of each array."""
         self.version = 0
-        shape = (requests, kv_heads, 0, head_dim)
-        self.arrays = [np.zeros(shape, dtype) for _ in range(arrays)]
+        self.arrays = [
+            np.zeros((requests, kv_heads, 0, head_dim), dtype) for kv_heads, head_dim in sizes
+        ]
 
     @property
     def capacity_rows(self) -> int:

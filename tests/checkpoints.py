@@ -8,7 +8,7 @@ Nothing here uses the reader under test.
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +227,75 @@ def write_target(
     _write_json(path / "config.json", settings | (config or {}))
     _write_json(path / "generation_config.json", {"eos_token_id": list(stop_token_ids)})
     _write_weights(path, _random(weights, seed + 1000), dtype, shards)
+    return path
+
+
+def write_gemma_target(
+    path: Path,
+    *,
+    key_is_value: bool = True,
+    nested: bool = False,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write a Gemma4 text target: windowed layers of half the head size, then one of full attention.
+
+    With ``nested``, as the multimodal files are: a text configuration inside, a vision tensor beside.
+    """
+    sizes = Dims(**{"layers": 3, **dims})
+    settings = sizes.decoder_json() | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": sizes.head_dim // 2,
+        "global_head_dim": sizes.head_dim,
+        "num_key_value_heads": sizes.kv_heads,
+        "num_global_key_value_heads": sizes.kv_heads // 2 if key_is_value else None,
+        "attention_k_eq_v": key_is_value,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention"] * (sizes.layers - 1) + ["full_attention"],
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+            },
+        },
+    } | (config or {})  # fmt: skip
+    del settings["rope_theta"], settings["hidden_act"]
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (sizes.hidden,)}
+    for layer in range(sizes.layers):
+        full = layer == sizes.layers - 1
+        own = replace(
+            sizes,
+            layers=1,
+            head_dim=sizes.head_dim if full else sizes.head_dim // 2,
+            kv_heads=sizes.kv_heads // 2 if full and key_is_value else sizes.kv_heads,
+        )
+        for name, shape in _decoder_weights(own, qk_norm=True, bias=False).items():
+            if not (full and key_is_value and "v_proj" in name):
+                shapes[name.replace("layers.0.", f"layers.{layer}.")] = shape
+        for side in ("pre", "post"):
+            shapes[f"layers.{layer}.{side}_feedforward_layernorm.weight"] = (sizes.hidden,)
+        shapes[f"layers.{layer}.layer_scalar"] = (1,)
+    shapes["embed_tokens.weight"] = (sizes.vocab, sizes.hidden)
+    stem = "model.language_model." if nested else "model."
+    weights = {stem + name: tensor for name, tensor in _random(shapes, seed + 1000).items()}
+    if nested:
+        weights["model.vision_tower.patch_embedder.weight"] = torch.zeros(2, 2)
+        settings = {
+            "model_type": "gemma4",
+            "text_config": settings,
+            "tie_word_embeddings": True,
+        }
+    _write_json(path / "config.json", settings)
+    _write_json(path / "generation_config.json", {"eos_token_id": [1, 2]})
+    _write_weights(path, weights, "float32", 1)
     return path
 
 

@@ -92,12 +92,13 @@ def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
     for index in range(decoder.num_layers):
         experts = decoder.experts
         sparse = experts is not None and index in experts.layers
-        layer = _attention_shapes(decoder) | (
+        own = decoder.of_layer(index)
+        layer = _attention_shapes(own) | (
             expert_shapes(decoder, experts) if experts and sparse else _mlp_shapes(decoder)
         )
         if decoder.gemma is not None:
             layer |= gemma_layer_shapes(decoder)
-            if decoder.gemma.key_is_value:
+            if own.gemma is not None and own.gemma.key_is_value:
                 layer = {n: s for n, s in layer.items() if not n.startswith("self_attn.v_proj")}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes

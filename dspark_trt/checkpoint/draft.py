@@ -14,7 +14,7 @@ from dspark_trt.checkpoint.block import read_block
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
 from dspark_trt.checkpoint.dialects import SPECULATORS, Dialect, recognise
 from dspark_trt.checkpoint.fields import DRAFT_PLACES, Fields
-from dspark_trt.checkpoint.gemma import gemma_decoder, is_gemma
+from dspark_trt.checkpoint.gemma import gemma_draft_decoder, is_gemma
 from dspark_trt.checkpoint.heads import (
     confidence_shapes,
     head_shapes,
@@ -100,7 +100,7 @@ def _read_config(
     notes: Notes,
 ) -> DraftConfig:
     if is_gemma(tensors):
-        decoder = gemma_decoder(fields, notes)
+        decoder = gemma_draft_decoder(fields, notes)
     else:
         decoder = decoder_from_fields(fields, notes, qk_norm=True)
     block = read_block(fields, dialect, decoder, overrides, notes)

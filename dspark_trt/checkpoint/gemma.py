@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma4 drafters of DeepSpec: a text configuration with settings of its own for full attention."""
+"""Gemma4: a text configuration with settings of its own for full attention; drafters of DeepSpec have
+no other.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 from dspark_trt.checkpoint.fields import Fields, is_number
 from dspark_trt.checkpoint.records import Notes
 from dspark_trt.checkpoint.tensors import Shape
-from dspark_trt.config import DecoderConfig, GemmaConfig, RopeConfig
+from dspark_trt.config import DecoderConfig, GemmaConfig, RopeConfig, SlidingSizes
 
 _NEUTRAL = {  # setting -> the value that leaves the decoder as the modules compute it
     "hidden_activation": "gelu_pytorch_tanh",
@@ -15,24 +17,78 @@ _NEUTRAL = {  # setting -> the value that leaves the decoder as the modules comp
     "hidden_size_per_layer_input": 0,
     "use_bidirectional_attention": None,
 }
-_FULL = "full_attention"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_KEYS = frozenset({"rope_type", "rope_theta", "partial_rotary_factor", "factor"})
 
 
 def is_gemma(tensors: Iterable[str]) -> bool:
-    """Whether a drafter's tensors are of Gemma4 layers."""
+    """Whether these are tensors of Gemma4 layers."""
     return any(
         name.endswith((".pre_feedforward_layernorm.weight", ".layer_scalar"))
         for name in tensors
     )
 
 
-def gemma_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
-    """The dimensions of a Gemma4 drafter: every layer has full attention, hence the global sizes.
+def gemma_draft_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
+    """The dimensions of a drafter, whose layers all have full attention: the global sizes.
 
     Raises:
         CheckpointError: a key is missing, has the wrong type, or asks for what the modules lack.
     """
+    types = fields.texts("layer_types")
+    if types is not None and (other := [kind for kind in types.value if kind != _FULL]):
+        raise fields.error(
+            f"{types.where} holds {other[0]!r}; Gemma4 drafters are supported with {_FULL!r} only"
+        )
+    shared, wide = fields.integer("num_kv_shared_layers"), fields.flag("use_double_wide_mlp")
+    if shared and shared.value and wide and wide.value:
+        raise fields.error(
+            f"{wide.where} is true with {shared.where} {shared.value}: wide MLPs are not supported yet"
+        )
+    return _decoder(fields, notes, windows=(), sliding=None)
+
+
+def gemma_target_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
+    """The dimensions of a text target: windowed layers beside layers of full attention.
+
+    Raises:
+        CheckpointError: as ``gemma_draft_decoder``.
+    """
+    shared = fields.integer("num_kv_shared_layers")
+    if shared is not None and shared.value:
+        raise fields.error(
+            f"{shared.where} is {shared.value}: layers that share keys are not supported yet (only 0)"
+        )
+    count = fields.required_integer("num_hidden_layers")
+    types = fields.require("layer_types", fields.texts("layer_types"))
+    if len(types.value) != count or {*types.value} - {_FULL, _SLIDING}:
+        raise fields.error(
+            f"{types.where} must hold {count} of {_FULL!r} and {_SLIDING!r} (num_hidden_layers), "
+            f"got {types.value}"
+        )
+    windows: tuple[int | None, ...] = ()
+    sliding = None
+    if _SLIDING in types.value:
+        size = fields.required_integer("sliding_window")
+        windows = tuple(size if kind == _SLIDING else None for kind in types.value)
+        sliding = SlidingSizes(
+            num_kv_heads=fields.required_integer("num_key_value_heads"),
+            head_dim=fields.required_integer("head_dim"),
+            rope=_rope(fields, _SLIDING),
+        )
+        notes.decide(
+            "sliding_window", size, f"{types.where}: {types.value.count(_SLIDING)} layers"
+        )
+    return _decoder(fields, notes, windows=windows, sliding=sliding)
+
+
+def _decoder(
+    fields: Fields,
+    notes: Notes,
+    *,
+    windows: tuple[int | None, ...],
+    sliding: SlidingSizes | None,
+) -> DecoderConfig:
     _refuse_unsupported(fields)
     shares = fields.require("attention_k_eq_v", fields.flag("attention_k_eq_v"))
     heads = "num_global_key_value_heads" if shares.value else "num_key_value_heads"
@@ -58,12 +114,15 @@ def gemma_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
             rms_norm_eps=float(
                 fields.require("rms_norm_eps", fields.number("rms_norm_eps")).value
             ),
-            rope=_rope(fields),
+            rope=_rope(fields, _FULL),
             max_positions=fields.required_integer("max_position_embeddings"),
             qk_norm=True,
             attention_bias=bool(bias and bias.value),
+            windows=windows,
             gemma=GemmaConfig(
-                key_is_value=shares.value, logit_softcap=float(cap.value) if cap else None
+                key_is_value=shares.value,
+                logit_softcap=float(cap.value) if cap else None,
+                sliding=sliding,
             ),
         )
     except ValueError as error:
@@ -87,30 +146,19 @@ def _refuse_unsupported(fields: Fields) -> None:
             raise fields.error(
                 f"{setting.where} is {setting.value!r}, which is not supported yet (only {neutral!r})"
             )
-    shared, wide = fields.integer("num_kv_shared_layers"), fields.flag("use_double_wide_mlp")
-    if shared and shared.value and wide and wide.value:
-        raise fields.error(
-            f"{wide.where} is true with {shared.where} {shared.value}: wide MLPs are not supported yet"
-        )
-    types = fields.texts("layer_types")
-    if types is not None and (other := [kind for kind in types.value if kind != _FULL]):
-        raise fields.error(
-            f"{types.where} holds {other[0]!r}; Gemma4 drafters are supported with {_FULL!r} only"
-        )
 
 
-def _rope(fields: Fields) -> RopeConfig:
-    """Rotary settings of full attention: plain, or proportional (only the fastest pairs turn)."""
+def _rope(fields: Fields, layer_type: str) -> RopeConfig:
+    """Rotary settings of one kind of layer: plain, or proportional (only the fastest pairs turn)."""
     setting = fields.require("rope_parameters", fields.mapping("rope_parameters"))
-    nested = setting.value.get(_FULL)
+    nested = setting.value.get(layer_type)
     where, rope = setting.where, setting.value
     if isinstance(nested, dict):
-        where, rope = f"{where}.{_FULL}", nested
+        where, rope = f"{where}.{layer_type}", nested
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "proportional"):
         raise fields.error(
-            f"{where}.rope_type is {kind!r}; Gemma4 drafters are supported with 'default' and "
-            "'proportional'"
+            f"{where}.rope_type is {kind!r}; Gemma4 is supported with 'default' and 'proportional'"
         )
     if unknown := sorted(rope.keys() - _ROPE_KEYS):
         raise fields.error(

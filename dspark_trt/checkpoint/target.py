@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a target in the Hugging Face layout: Qwen2, Qwen3, Qwen3-MoE, the Llama family (Llama, Mistral)."""
+"""Read a target in the Hugging Face layout: Qwen2, Qwen3, Qwen3-MoE, the Llama family (Llama, Mistral),
+the text part of Gemma4.
+"""
 
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -8,10 +10,11 @@ from pathlib import Path
 from dspark_trt.checkpoint.accounting import account_for, rename
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
 from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.gemma import gemma_target_decoder
 from dspark_trt.checkpoint.records import EMBEDDING, LM_HEAD, Notes, TargetCheckpoint
 from dspark_trt.checkpoint.source import read_json, resolve_source
 from dspark_trt.checkpoint.tensors import TensorRef, read_tensors
-from dspark_trt.config import TargetConfig, TargetFamily
+from dspark_trt.config import DecoderConfig, TargetConfig, TargetFamily
 from dspark_trt.errors import CheckpointError
 
 TOKENIZER_FILES = (
@@ -26,9 +29,16 @@ _FAMILIES = {
     "qwen2": TargetFamily.QWEN2,
     "qwen3": TargetFamily.QWEN3,
     "qwen3_moe": TargetFamily.QWEN3_MOE,
+    "gemma4_text": TargetFamily.GEMMA4,
+    "gemma4_unified_text": TargetFamily.GEMMA4,
     "llama": TargetFamily.LLAMA,
     "mistral": TargetFamily.LLAMA,
 }
+
+
+_OTHER_MODALITIES = (
+    "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+)  # fmt: skip
 
 
 def read_target(source: str | Path, *, revision: str | None = None) -> TargetCheckpoint:
@@ -39,23 +49,19 @@ def read_target(source: str | Path, *, revision: str | None = None) -> TargetChe
             tensors, one error that lists every missing, unexpected or misshapen one.
     """
     folder = resolve_source(source, revision=revision)
-    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")  # beside the settings of vision and audio
+    fields = Fields(text if isinstance(text, dict) else config, folder / "config.json")
     notes = Notes()
     files = read_tensors(folder)
-    tensors = rename(files, lambda key: key.removeprefix("model."), folder, notes)
+    other = frozenset(key for key in files if key.startswith(_OTHER_MODALITIES))
+    tensors = rename(files, _canonical, folder, notes, unused=other)
     if "fc.weight" in tensors:
         raise CheckpointError(
             f"{folder} holds a drafter (it has the tensor fc.weight), not a target"
         )
     family = _family(fields, tensors, notes)
-    decoder = decoder_from_fields(
-        fields,
-        notes,
-        qk_norm=family in (TargetFamily.QWEN3, TargetFamily.QWEN3_MOE),
-        attention_bias=family is TargetFamily.QWEN2,
-        output_bias=family is not TargetFamily.QWEN2,
-        has_experts=family is TargetFamily.QWEN3_MOE,
-    )
+    decoder = _decoder(fields, family, notes)
     tied = _is_tied(fields, tensors, notes)
     head_shape = (decoder.vocab_size, decoder.hidden_size)
     expected = {EMBEDDING: head_shape, **decoder_shapes(decoder)}
@@ -81,6 +87,23 @@ def read_target(source: str | Path, *, revision: str | None = None) -> TargetChe
         tokenizer_files=tuple(
             path for name in TOKENIZER_FILES if (path := folder / name).is_file()
         ),
+    )
+
+
+def _canonical(key: str) -> str:
+    return key.removeprefix("model.").removeprefix("language_model.")
+
+
+def _decoder(fields: Fields, family: TargetFamily, notes: Notes) -> DecoderConfig:
+    if family is TargetFamily.GEMMA4:
+        return gemma_target_decoder(fields, notes)
+    return decoder_from_fields(
+        fields,
+        notes,
+        qk_norm=family in (TargetFamily.QWEN3, TargetFamily.QWEN3_MOE),
+        attention_bias=family is TargetFamily.QWEN2,
+        output_bias=family is not TargetFamily.QWEN2,
+        has_experts=family is TargetFamily.QWEN3_MOE,
     )
 
 

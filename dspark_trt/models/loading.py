@@ -22,6 +22,7 @@ from dspark_trt.models.vocabulary import column_index
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "qk_proj": ("q_proj", "k_proj"),
     "kv_proj": ("k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }

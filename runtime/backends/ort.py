@@ -113,11 +113,7 @@ class _Cached:
 
     def __init__(self, decoder: DecoderConfig, bundle: Bundle, requests: int) -> None:
         self.caches = CacheBuffers(
-            arrays=2 * decoder.num_layers,
-            requests=requests,
-            kv_heads=decoder.num_kv_heads,
-            head_dim=decoder.head_dim,
-            dtype=bundle.dtype,
+            sizes=decoder.cache_sizes, requests=requests, dtype=bundle.dtype
         )
         self._names = [
             (past.name, present.name)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma4 drafters against float64 NumPy, derived here a second time from what is public about them."""
+"""Gemma4: drafters against float64 NumPy, derived here a second time from what is public about them;
+text targets against transformers.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoint import read_draft
-from dspark_trt.config import DraftConfig
-from dspark_trt.models.loading import load_drafter
-from tests.checkpoints import gemma_weights, write_gemma_draft
+from dspark_trt.checkpoint import read_draft, read_target
+from dspark_trt.config import DraftConfig, TargetConfig
+from dspark_trt.models.loading import load_drafter, load_target
+from dspark_trt.runtime.engine import Engine
+from dspark_trt.runtime.request import Request, SamplingParams
+from tests.checkpoints import gemma_weights, write_gemma_draft, write_gemma_target
 from tests.export.draft_reference import ANCHORS, SIZES, Doubles, all_taps, prepared
+from tests.export.toys import empty_caches, ragged_inputs
 
 HOW: dict[str, Any] = {"layers": SIZES.layers, "gamma": SIZES.gamma, "rank": SIZES.rank}
 
@@ -126,13 +131,58 @@ def test_draft_step_equals_float64(
         np.testing.assert_allclose(scores[request], confident, atol=1e-4)
 
 
+@pytest.mark.parametrize("key_is_value", [True, False])
+def test_target_equals_transformers(tmp_path: Path, key_is_value: bool) -> None:
+    """Contexts beyond the window, layers of two sizes, and taps of both kinds."""
+    from transformers import Gemma4ForCausalLM
+
+    path = write_gemma_target(tmp_path / "target", key_is_value=key_is_value)
+    reference = Gemma4ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert reference.model.layers[0].layer_scalar.item() != 1
+    checkpoint = read_target(path)
+    assert TargetConfig.from_json(checkpoint.config.to_json()) == checkpoint.config
+    target = load_target(checkpoint, (-1, 0, 1))
+    prompts = [[3, 14, 15, 92, 65, 35, 89, 79, 32], [7], [2, 71, 82, 81] * 6]
+    caches = empty_caches(target.config.decoder, len(prompts))
+    with torch.inference_mode():
+        logits, taps, *_ = target(*ragged_inputs(prompts), *caches)
+    lengths = [len(prompt) for prompt in prompts]
+    for prompt, ours, tapped in zip(
+        prompts, logits.split(lengths), taps.split(lengths), strict=True
+    ):
+        with torch.inference_mode():
+            theirs = reference(torch.tensor([prompt]), output_hidden_states=True)
+        states = torch.cat([theirs.hidden_states[i][0] for i in range(3)], -1)
+        torch.testing.assert_close(ours, theirs.logits[0], atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(tapped, states, atol=5e-5, rtol=1e-5)
+
+
+def test_text_part_of_a_multimodal_target(tmp_path: Path) -> None:
+    plain = read_target(write_gemma_target(tmp_path / "plain"))
+    nested = read_target(write_gemma_target(tmp_path / "nested", nested=True))
+    assert nested.config == plain.config
+    assert nested.tensors.keys() == plain.tensors.keys()
+    unused = next(d for d in nested.decisions if d.name == "unused_tensors")
+    assert unused.value == ["model.vision_tower.patch_embedder.weight"]
+
+
 def test_exported_graphs_equal_the_modules(tmp_path: Path) -> None:
-    """Scale, norm without weight, cap and scalars survive the export; the host owns the target."""
+    """Scale, norm without weight, cap, scalars and caches of two sizes survive the export; the runtime
+    decodes through them what the target decodes alone.
+    """
     from dspark_trt.export.bundle_from_checkpoints import export_bundle
     from dspark_trt.export.parity import check_parity
 
-    path = write_gemma_draft(tmp_path / "draft", layers=1, gamma=2, rank=8)
-    bundle = export_bundle(read_draft(path), None, tmp_path / "bundle")
+    sizes = {"target_layers": 2, "target_layer_ids": (0,)}
+    path = write_gemma_draft(tmp_path / "draft", layers=1, gamma=2, rank=8, **sizes)
+    served = read_target(write_gemma_target(tmp_path / "target", layers=2))
+    bundle = export_bundle(read_draft(path), served, tmp_path / "bundle")
     results = list(check_parity(bundle))
-    assert {result.name for result in results} >= {"context", "draft", "backbone"}
+    assert {result.name for result in results} >= {"context", "draft", "backbone", "target"}
     assert [result for result in results if not result.passed] == []
+    prompt = (5, 9, 200, 31, 7, 7, 12, 90, 41)
+    params = SamplingParams(max_new_tokens=24, stop_token_ids=())
+    requests = [Request(prompt_ids=prompt, params=params, speculate=s) for s in (True, False)]
+    with Engine.load(bundle) as engine:
+        drafted, alone = engine.generate(requests)
+    assert drafted.token_ids == alone.token_ids

@@ -15,8 +15,10 @@ CAPACITY = 64
 def empty_caches(
     decoder: DecoderConfig, batch: int, *, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    shape = (batch, decoder.num_kv_heads, CAPACITY, decoder.head_dim)
-    return [torch.zeros(shape, dtype=dtype) for _ in range(2 * decoder.num_layers)]
+    return [
+        torch.zeros((batch, heads, CAPACITY, size), dtype=dtype)
+        for heads, size in decoder.cache_sizes
+    ]
 
 
 def ragged_inputs(

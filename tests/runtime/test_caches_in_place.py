@@ -53,7 +53,7 @@ model._context.run({})
 
 
 def test_capacity_follows_what_is_held() -> None:
-    caches = CacheBuffers(arrays=2, requests=3, kv_heads=2, head_dim=8, dtype="float32")
+    caches = CacheBuffers(sizes=[(2, 8)] * 2, requests=3, dtype="float32")
     copied = 0
     for rows in range(1, 4000):
         before = caches.capacity_rows
@@ -64,7 +64,7 @@ def test_capacity_follows_what_is_held() -> None:
 
 
 def test_growing_keeps_rows_and_swapping_moves_them() -> None:
-    caches = CacheBuffers(arrays=2, requests=3, kv_heads=2, head_dim=8, dtype="float32")
+    caches = CacheBuffers(sizes=[(2, 8)] * 2, requests=3, dtype="float32")
     caches.reserve(10)
     random = np.random.default_rng(0)
     for array in caches.arrays:
