@@ -13,7 +13,6 @@ from dspark_trt.runtime.serving.responses import documented
 from dspark_trt.runtime.serving.schema import ChatRequest, CompletionRequest
 from dspark_trt.runtime.serving.service import Service
 
-
 # Of a stream: each event's data is a chunk as JSON, an error as JSON, or [DONE].
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 

@@ -64,6 +64,10 @@ def overloaded(message: str, *, retry_after_s: int = _RETRY_S) -> ApiError:
     return ApiError(503, message, code="overloaded", retry_after_s=retry_after_s)
 
 
+def not_ready(reason: str) -> ApiError:
+    return ApiError(503, reason, code="not_ready", retry_after_s=_RETRY_S)
+
+
 def shutting_down() -> ApiError:
     """Another server has to answer: this one does not come back within a retry or two."""
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)

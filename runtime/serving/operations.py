@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from dspark_trt.runtime.serving import responses
-from dspark_trt.runtime.serving.errors import overloaded
+from dspark_trt.runtime.serving.errors import not_ready
 from dspark_trt.runtime.serving.responses import documented
 from dspark_trt.runtime.serving.service import Service
 
@@ -22,7 +22,7 @@ def probe_routes(service: Service) -> APIRouter:
     async def health() -> Response:
         """Whether the process is worth keeping."""
         if service.engine.failure is not None:
-            raise overloaded(f"the engine failed: {service.engine.failure}")
+            raise not_ready(f"the engine failed: {service.engine.failure}")
         return JSONResponse({"status": "ok"})
 
     @router.get(
@@ -33,7 +33,7 @@ def probe_routes(service: Service) -> APIRouter:
     async def ready() -> Response:
         """Whether new requests should be sent here."""
         if reason := service.why_not_ready():
-            raise overloaded(reason)
+            raise not_ready(reason)
         return JSONResponse({"status": "ok"})
 
     return router
