@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from dspark_trt.bundle import TOKENIZER, Bundle
@@ -67,10 +67,10 @@ class JsonGrammars:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_LAYOUT)
         except ValueError as error:
             raise RequestError(f"the JSON schema cannot be used: {error}") from error
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        limits = LLParserLimits(verbose_errors=False)  # long ones quote the whole schema
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())  # regex errors draw pictures
-            raise RequestError(f"the JSON schema cannot be used: {reason}")
+            raise RequestError(f"the JSON schema cannot be used: {_reason(matcher)}")
         return matcher
 
 
@@ -86,7 +86,7 @@ class GrammarMask:
         self._consumed: list[int] = []
 
     def __call__(self, output: Sequence[int]) -> NDArray[np.bool_]:  # -> [V]
-        if output and output[-1] in self._stop_ids:
+        if not self._stop_ids.isdisjoint(output):
             return np.ones(self._vocab, np.bool_)  # behind the end: never committed
         self._move_to(list(output))
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -101,4 +101,9 @@ class GrammarMask:
         self._matcher.consume_tokens(output[kept:])
         self._consumed = output
         if self._matcher.is_error():
-            raise RequestError(f"the grammar stopped: {self._matcher.get_error()}")
+            raise RequestError(f"the grammar stopped: {_reason(self._matcher)}")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """In one line: errors of regular expressions draw pictures."""
+    return " ".join(matcher.get_error().split())

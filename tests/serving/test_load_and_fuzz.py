@@ -17,7 +17,7 @@ def run_benchmark(name: str, bundle: Bundle, *options: str) -> dict[str, Any]:
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
@@ -34,6 +34,7 @@ def test_sixty_four_streams_without_error_or_starvation(tiny_bundle: Bundle) -> 
 
 def test_generated_requests_find_nothing(tiny_bundle: Bundle) -> None:
     report = run_benchmark("serve_fuzz", tiny_bundle, "--requests", "240", "--seed", "5")
+    assert report["failures"] == []
     assert report["engine_is_empty"]
     statuses = report["statuses"]
     assert sum(statuses.values()) == 240
