@@ -227,8 +227,9 @@ def choose_device(wanted: str | None) -> torch.device:
         if (device.index or 0) >= count:
             raise BackendError(
                 f"device {name!r}: torch {torch.__version__} sees {count} CUDA devices. "
-                "Use --device cpu, or install a torch build for this GPU's CUDA version."
+                "Use device cpu, or install a torch build for this GPU's CUDA version."
             )
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 

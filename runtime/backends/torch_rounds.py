@@ -47,7 +47,7 @@ def budgeted_lengths(survival: Tensor, limits: Tensor, budget: int) -> Tensor:
     """
     gamma = survival.shape[1]
     allowed = torch.arange(gamma, device=survival.device) < limits[:, None]
-    ranked = torch.where(allowed, survival, -1.0)
+    ranked = survival.masked_fill(~allowed, -1.0)
     chosen = torch.zeros_like(ranked, dtype=torch.int64)
     best = ranked.flatten().topk(min(budget, ranked.numel())).indices
     chosen.view(-1)[best] = 1
@@ -74,12 +74,12 @@ def ragged_on_device(
     is_filler = within > lengths[request]
     block = torch.cat((anchors[:, None], drafts), 1)
     places = torch.arange(padded, device=device)
-    within = torch.where(is_filler, 0, within)
+    within = within.masked_fill(is_filler, 0)
     return DeviceRaggedRows(
-        token_ids=torch.where(is_filler, 0, block[request, within]),
-        positions=torch.where(is_filler, 0, context_len[request] + within),
+        token_ids=block[request, within].masked_fill(is_filler, 0),
+        positions=(context_len[request] + within).masked_fill(is_filler, 0),
         pad_index=offsets[:-1, None] + torch.minimum(places, lengths[:, None]),
-        unpad_index=torch.where(is_filler, 0, request * padded + within),
+        unpad_index=(request * padded + within).masked_fill(is_filler, 0),
         offsets=offsets,
     )
 
@@ -214,17 +214,17 @@ class DeviceRounds:
             ("new_len", self._new_len, 0),
             ("context_len", self._draft_len, scratch),
         ):
-            buffers[f"draft.{name}"][:batch] = torch.where(active, state[:batch], filler)
+            buffers[f"draft.{name}"][:batch] = state[:batch].masked_fill(~active, filler)
         self._steps.draft(key)
 
     def _after_draft(self, key: GraphKey) -> None:
         (batch, rows), buffers = key, self._buffers
         active = self._is_active(batch)
-        limits = torch.where(active, self._limits[:batch], 0)
+        limits = self._limits[:batch].masked_fill(~active, 0)
         lengths = budgeted_lengths(self._survival(batch), limits, rows - batch)
         drafts = buffers["draft.tokens"][:batch]
-        context_len = torch.where(
-            active, self._target_len[:batch], self._target_caches.scratch_start
+        context_len = self._target_len[:batch].masked_fill(
+            ~active, self._target_caches.scratch_start
         )
         ragged = ragged_on_device(
             buffers["draft.anchor_ids"][:batch], drafts, lengths, context_len, rows=rows
@@ -254,9 +254,9 @@ class DeviceRounds:
         buffers = self._buffers
         accepted, tokens = buffers["verify.accepted"][:batch], buffers["verify.tokens"][:batch]
         self._result[:batch] = torch.cat((accepted[:, None], tokens), 1)
-        advance = torch.where(active, accepted + 1, 0)  # 0: refused, nothing is committed
+        advance = (accepted + 1).masked_fill(~active, 0)  # 0: refused, nothing is committed
         last = (advance - 1).clamp(min=0)
-        self._draft_len[:batch] += torch.where(active, self._new_len[:batch], 0)
+        self._draft_len[:batch] += self._new_len[:batch].masked_fill(~active, 0)
         self._new_len[:batch] = torch.where(active, advance, self._new_len[:batch])
         self._target_len[:batch] += advance
         committed = tokens.gather(1, last[:, None]).squeeze(1)

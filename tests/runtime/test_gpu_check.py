@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/gpu_check.sh`: its whole flow on a CPU, with tiny models and Triton's interpreter."""
+
+import importlib
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+
+def run_check(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts" / "gpu_check.sh"), "--small", "--out", str(out), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=out.parent,
+        capture_output=True,
+        text=True,
+        timeout=360,
+    )
+    assert out.exists(), done.stderr
+    return done.returncode, json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
+    code, report = run_check(tmp_path / "report.json", "--device", "cpu")
+    states = {name: part["state"] for name, part in report["parts"].items()}
+    assert states == {
+        "kernels": "passed", "graphs": "passed", "shapes": "passed", "rounds": "passed",
+        "latency": "passed", "engines": "skipped",
+    }, report  # fmt: skip
+    assert code == 0
+    parts = report["parts"]
+    assert parts["kernels"]["decisions"] >= 4
+    assert parts["graphs"]["rounds"] == 3
+    assert parts["rounds"]["tokens"] > 8
+    assert parts["latency"]["draft"]["batch 1, temperature 0"]["ms"] > 0
+    assert parts["kernels"]["machine"]["gpu"] is None
+    assert report["seconds"] < 360
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_failed_part_stops_no_other_and_counts(tmp_path: Path) -> None:
+    """A device that torch refuses outright: one part fails, what was not asked for is skipped."""
+    options = ("--device", "nowhere", "--only", "graphs", "--only", "engines")
+    code, report = run_check(tmp_path / "report.json", *options)
+    parts = report["parts"]
+    assert parts["graphs"]["state"] == parts["engines"]["state"] == "failed"
+    assert "nowhere" in parts["graphs"]["reason"]
+    assert parts["latency"] == {"state": "skipped", "reason": "not asked for"}
+    assert code == 2
+
+
+def test_a_difference_fails_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    parts: Any = importlib.import_module("gpu_check_parts")
+    device, options = torch.device("cpu"), SimpleNamespace(small=True)
+    pair = parts.toy_pair(device, options)
+    models = [parts.open_models(pair, device, requests=2, max_graphs=0) for _ in range(2)]
+    simulated, random = parts.Simulated(pair, *models, 2), np.random.default_rng(0)
+    for _ in range(4):
+        simulated.round(random, 2)
+    models[1].target.caches.tensors[0][0].mul_(1.001)
+    with pytest.raises(parts.CheckError, match=r"logits of 2 requests with .* rows differ"):
+        simulated.round(random, 2)
+
+
+@pytest.mark.gpu
+def test_every_part_passes_on_a_gpu(tmp_path: Path) -> None:
+    code, report = run_check(tmp_path / "report.json")
+    assert code == 0, report
