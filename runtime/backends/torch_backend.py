@@ -60,6 +60,7 @@ class DeviceParts:
         top_logprobs: int,
         buckets: Buckets | None = None,
         fixed_rows: int | None = None,
+        capture: Capture | None = None,
     ) -> None:
         gamma = draft.gamma
         self.draft_config, self.requests, self.device = draft, requests, device
@@ -91,7 +92,7 @@ class DeviceParts:
         self.draft_caches = caches(draft.decoder)
         self.target_caches = None if target is None else caches(target.decoder)
         self._max_graphs, self._top_logprobs = max_graphs, top_logprobs
-        self._capture: Capture | None = None
+        self._capture = capture
         if device.type == "cuda" and max_graphs:
             self._capture = cuda_capture(torch.cuda.graph_pool_handle())
 
@@ -118,14 +119,17 @@ class DeviceParts:
     def draft_model(self, steps: Steps) -> DeviceDraftModel:
         outputs = ("draft.tokens", "draft.logits", "draft.confidence_logits")
         graphs = self.graphs("draft", steps.draft, outputs)
-        return DeviceDraftModel(
+        model = DeviceDraftModel(
             self.draft_config, steps, self.buffers, self.draft_caches, graphs, self.buckets
         )
+        if self._capture is not None:
+            model.warm_up()
+        return model
 
     def target_model(self, steps: Steps) -> DeviceTargetModel:
         assert self.target_caches is not None
         graphs = self.graphs("target", steps.target, ("verify.target_logits", "target.taps"))
-        return DeviceTargetModel(
+        model = DeviceTargetModel(
             self.draft_config.gamma,
             steps,
             self.buffers,
@@ -133,6 +137,9 @@ class DeviceParts:
             graphs,
             self.buckets,
         )
+        if self._capture is not None:
+            model.warm_up()
+        return model
 
     def verifier(self, steps: Steps) -> DeviceVerifier:
         graphs = self.graphs("verify", steps.verify, ("verify.accepted", "verify.tokens"))

@@ -5,6 +5,7 @@ Each call writes its inputs into the buffers, padded to a bucket, runs the bucke
 host asks for. Logits and taps stay on the device until somebody looks (`DeviceArray`).
 """
 
+from abc import ABC, abstractmethod
 from typing import cast
 
 import numpy as np
@@ -35,14 +36,14 @@ from dspark_trt.runtime.cuda_graphs.padding import (
     pad_offsets,
     pad_ragged,
 )
-from dspark_trt.runtime.ragged import RaggedRows
+from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 
 
-class DeviceModel:
-    """What drafter and target share: caches, one row a request."""
+class DeviceModel(ABC):
+    """What drafter and target share: caches, one row a request, and graphs."""
 
-    def __init__(self, caches: DeviceCaches, graphs: StepGraphs) -> None:
-        self.caches, self.graphs = caches, graphs
+    def __init__(self, caches: DeviceCaches, graphs: StepGraphs, buckets: Buckets) -> None:
+        self.caches, self.graphs, self.buckets = caches, graphs, buckets
 
     @property
     def capacity_rows(self) -> int:
@@ -60,6 +61,19 @@ class DeviceModel:
     def write_rows(self, row: int, saved: CacheRows) -> None:
         self.caches.write_rows(row, saved)
 
+    def warm_up(self) -> None:
+        """Self-test at start-up: the smallest and the largest bucket run once. Kernels are compiled, graphs
+        captured and held against the eager step (`StepGraphs`); what that wrote is cleared.
+        """
+        for batch in {self.buckets.batch[0], self.buckets.batch[-1]}:
+            self._run_once(batch)
+        for row in range(self.buckets.batch[-1]):
+            self.caches.clear(row)
+
+    @abstractmethod
+    def _run_once(self, batch: int) -> None:
+        """One step of `batch` requests."""
+
     def close(self) -> None:
         self.graphs.clear()  # before the memory they point at
         self.caches.close()
@@ -75,10 +89,24 @@ class DeviceDraftModel(DeviceModel):
         graphs: StepGraphs,
         buckets: Buckets,
     ) -> None:
-        super().__init__(caches, graphs)
+        super().__init__(caches, graphs, buckets)
         self._config = config
-        self._steps, self._buffers, self._buckets = steps, buffers, buckets
+        self._steps, self._buffers = steps, buffers
         self._has_confidence = "draft.confidence_logits" in buffers.host
+
+    def _run_once(self, batch: int) -> None:
+        gamma, taps = self._config.gamma, self._config.tap_size
+        ones = np.ones(batch, np.int64)
+        self.draft(
+            DraftInputs(
+                anchor_ids=ones * 0,
+                new_taps=np.ones((batch, gamma + 1, taps), np.float32),
+                new_len=ones,
+                context_len=ones,
+                temperature=np.ones(batch, np.float32),
+                uniforms=np.full((batch, gamma), 0.5, np.float32),
+            )
+        )
 
     def append(self, row: int, taps: Floats, start: int) -> None:
         self.reserve(start + len(taps))
@@ -93,7 +121,7 @@ class DeviceDraftModel(DeviceModel):
 
     def draft(self, inputs: DraftInputs) -> DraftOutput:
         batch, buffers = len(inputs.anchor_ids), self._buffers
-        key = self._buckets.require(batch, batch)
+        key = self.buckets.require(batch, batch)
         self.reserve(int((inputs.context_len + inputs.new_len).max()))
         for row in np.flatnonzero(inputs.context_len == 0):
             self.caches.clear(int(row))
@@ -123,16 +151,20 @@ class DeviceTargetModel(DeviceModel):
         graphs: StepGraphs,
         buckets: Buckets,
     ) -> None:
-        super().__init__(caches, graphs)
+        super().__init__(caches, graphs, buckets)
         self._padded = gamma + 1
-        self._steps, self._buffers, self._buckets = steps, buffers, buckets
+        self._steps, self._buffers = steps, buffers
+
+    def _run_once(self, batch: int) -> None:
+        tokens = [np.zeros(self._padded, np.int64)] * batch
+        self.step(ragged_rows(tokens, np.ones(batch, np.int64), np.ones(batch, np.bool_)))
 
     def step(self, rows: RaggedRows) -> TargetOutput:
         padded = rows.pad_index.shape[1]
         self.reserve(int(rows.context_len.max()) + padded)
         for row in np.flatnonzero(rows.context_len == 0):
             self.caches.clear(int(row))
-        key = self._buckets.find(rows.batch, len(rows.token_ids))
+        key = self.buckets.find(rows.batch, len(rows.token_ids))
         if padded > self._padded or key is None:
             return self._prefill(rows)
         buffers, total = self._buffers, len(rows.token_ids)

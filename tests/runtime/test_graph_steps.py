@@ -112,6 +112,31 @@ def test_a_graph_that_differs_is_refused_aloud(
     assert not graphs.keys
 
 
+def test_the_self_test_at_start_captures_the_smallest_and_the_largest_bucket() -> None:
+    """With a capture that records nothing but the step itself, all of a GPU's flow runs on a CPU."""
+    drafter, target = modules(torch.float32)
+    parts = DeviceParts(
+        drafter.config, target.config, dtype="float32", requests=4, device=CPU, max_graphs=8,
+        top_logprobs=5, capture=lambda step: step,
+    )  # fmt: skip
+    steps = parts.module_steps(drafter, target)
+    draft, served = parts.draft_model(steps), parts.target_model(steps)
+    assert {key.batch for key in draft.graphs.keys} == {1, 4}
+    assert {key.rows for key in served.graphs.keys} == {8, 32}
+    assert not any(cache.any() for model in (draft, served) for cache in model.caches.tensors)
+    for model in (draft, served):
+        model.reserve(120)  # growing would capture again
+    rounds, outputs = greedy_rounds(parts, steps)
+    for _ in range(8):
+        take(rounds.launch(4, 28).read(), outputs)
+    assert rounds.round_graphs.captured == 1
+    assert rounds.round_graphs.replayed == 7
+    plain, expected = greedy_rounds(*device_parts("float32", 4))
+    for _ in range(8):
+        take(plain.launch(4, 28).read(), expected)
+    assert outputs == expected
+
+
 def test_without_capture_every_step_is_eager() -> None:
     counter = Counter()
     graphs = counter.graphs(None)
