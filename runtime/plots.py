@@ -15,6 +15,7 @@ from dspark_trt.runtime.calibration_metrics import (
     reliability,
     threshold_sweep,
 )
+from dspark_trt.runtime.comparison import DrafterResult
 from dspark_trt.runtime.cost_table import CostTable
 from dspark_trt.runtime.simulation import Outcome
 from dspark_trt.runtime.survival import survival_from_confidence
@@ -41,6 +42,28 @@ def plot_simulation(outcomes: Mapping[str, Mapping[str, Outcome]], folder: Path)
         _saved(_throughput_and_speed(outcomes), folder / "throughput_user_speed.png"),
         _saved(_throughput_and_budget(outcomes), folder / "throughput_budget.png"),
     ]
+
+
+def plot_comparison(results: Sequence[DrafterResult], path: Path) -> Path:
+    """Conditional acceptance by position (figure 2), accepted length with its interval, and speed."""
+    figure, panels = _figure(3)
+    names = [Path(result.bundle).name for result in results]
+    for result, name in zip(results, names, strict=True):
+        positions = np.arange(1, result.gamma + 1)
+        acceptance = [np.nan if c is None else c for c in result.conditional_acceptance]
+        panels[0].plot(positions, acceptance, marker="o", markersize=3, label=name)
+    panels[0].set(xlabel="drafted position", ylabel="accepted, if reached", ylim=(0, 1))
+    panels[0].legend(fontsize=7)
+    lengths = np.array([result.accepted_length for result in results])
+    intervals = np.array([result.accepted_length_interval for result in results]).T
+    panels[1].bar(names, lengths, yerr=np.abs(intervals - lengths), capsize=3)
+    panels[1].set(ylabel="tokens a round")
+    panels[2].bar(names, [result.speed_up for result in results])
+    panels[2].axhline(1.0, color="0.5", linewidth=0.8)
+    panels[2].set(ylabel="speed, plain decoding = 1")
+    for axes in panels[1:]:
+        axes.tick_params(axis="x", labelrotation=20)
+    return _saved(figure, path)
 
 
 def plot_cost_table(table: CostTable, path: Path) -> Path:

@@ -16,6 +16,8 @@ _COMMANDS = {
     "export": "export",
     "check": "check",
     "generate": "generate",
+    "bench": "bench",
+    "compare": "compare",
     "profile": "profile",
     "calibrate": "calibrate",
     "simulate": "simulate",

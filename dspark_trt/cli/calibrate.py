@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.prompts import read_prompts
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -95,24 +96,10 @@ def _read_or_collect(
 
 def _collect(bundle: "Bundle", file: Path | None, temperature: float) -> "Traces":
     from dspark_trt.runtime.engine import Engine, EngineOptions
-    from dspark_trt.runtime.shipped_prompts import PROMPTS
     from dspark_trt.runtime.text import TextCodec
-    from dspark_trt.runtime.trace_collection import Prompt, collect_traces
+    from dspark_trt.runtime.trace_collection import collect_traces
 
-    codec = TextCodec(bundle)
-    texts = [(text, domain) for domain, listed in PROMPTS.items() for text in listed]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"prompts file {file} cannot be read: {error}") from error
-        texts = [(line, "all") for line in lines if line.strip()]
-
-    def encode(text: str) -> tuple[int, ...]:
-        if codec.has_chat_template:
-            return codec.encode_chat([{"role": "user", "content": text}])
-        return codec.encode(text)
-
+    prompts = read_prompts(TextCodec(bundle), file)
     options = EngineOptions(max_batch=8)
     scheduler = f"fixed:{bundle.draft.gamma}"
     with (
@@ -121,7 +108,7 @@ def _collect(bundle: "Bundle", file: Path | None, temperature: float) -> "Traces
     ):
         return collect_traces(
             engine,
-            [Prompt(encode(text), domain) for text, domain in texts],
+            prompts,
             temperature=temperature,
             samples=2 if temperature > 0 else 1,
             progress=lambda done, of: status.update(

@@ -39,7 +39,7 @@ class TargetAttention(nn.Module):
         self.window = decoder.window(layer)
         self.scale: float | None = None
         heads, kv_heads, head_dim = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
-        self.sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         bias = decoder.attention_bias
         self.qkv_proj = Projection(decoder.hidden_size, sum(self.sizes), bias=bias)
         output_bias = bias and decoder.output_bias

@@ -173,7 +173,7 @@ def test_exported_graphs_equal_the_modules(tmp_path: Path) -> None:
     from dspark_trt.export.bundle_from_checkpoints import export_bundle
     from dspark_trt.export.parity import check_parity
 
-    sizes = {"target_layers": 2, "target_layer_ids": (0,)}
+    sizes: dict[str, Any] = {"target_layers": 2, "target_layer_ids": (0,)}
     path = write_gemma_draft(tmp_path / "draft", layers=1, gamma=2, rank=8, **sizes)
     served = read_target(write_gemma_target(tmp_path / "target", layers=2))
     bundle = export_bundle(read_draft(path), served, tmp_path / "bundle")
