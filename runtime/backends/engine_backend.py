@@ -126,7 +126,7 @@ class EngineSteps:
         import torch
 
         self._engines |= {graph: self._backend.contexts(graph) for graph in graphs}
-        needed = max(engine.memory_bytes for engine in self._engines.values())
+        needed = max(1, *(engine.memory_bytes for engine in self._engines.values()))
         if self._memory is None or self._memory.numel() < needed:
             self._memory = torch.empty(needed, dtype=torch.uint8, device=self._parts.device)
         for engine in self._engines.values():
