@@ -8,5 +8,5 @@
 #   scripts/gpu_check.sh --device cpu --small  the flow alone, kernels in Triton's interpreter
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" "$root/scripts/gpu_check.py" "$@"
+export PYTHONPATH="$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -m gpu_check "$@"

@@ -14,7 +14,7 @@ from dspark_trt.config import DecoderConfig
 from dspark_trt.engine_manifest import EngineSet, build_command, check_engine, find_engines
 from dspark_trt.errors import BackendError, CapacityError
 from dspark_trt.gpu import visible_gpu
-from dspark_trt.runtime.backends.engine_contexts import EngineContexts, ErrorLog, load_engine
+from dspark_trt.runtime.backends.engine_contexts import EngineContexts, EngineLoader
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
     DraftModel,
@@ -22,7 +22,7 @@ from dspark_trt.runtime.backends.interface import (
     Verifier,
 )
 from dspark_trt.runtime.cuda_graphs.buckets import Buckets, GraphKey
-from dspark_trt.tensorrt_library import Library, load_library
+from dspark_trt.tensorrt_library import load_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,12 +49,10 @@ class EngineBackend:
                 f"backend {name} runs engines on a GPU, and no CUDA device is visible here. "
                 "Use backend onnxruntime or torch, or run it on the GPU machine."
             )
-        self._library: Library = load_library(name)
-        self.engines = find_engines(
-            bundle, name, version=self._library.version, device_arch=gpu.arch
-        )
+        library = load_library(name)
+        self.engines = find_engines(bundle, name, version=library.version, device_arch=gpu.arch)
         self._device = _cuda_device(name, options.device)
-        self._log = ErrorLog(self._library)
+        self._loader = EngineLoader(library)
         self._open: dict[int, tuple[DeviceParts, EngineSteps, set[str]]] = {}
 
     def draft_model(self, requests: int) -> DraftModel:
@@ -108,9 +106,8 @@ class EngineBackend:
         """
         plugins = self.engines.plugin_sha256 if self.name == "tensorrt" else None
         file = check_engine(self.engines, graph, self.bundle, plugin_sha256=plugins)
-        engine = load_engine(self._library, file, self._log)
         record = self.engines.engines[graph]
-        return EngineContexts(self._library, graph, engine, record, self._log)
+        return EngineContexts(graph, self._loader.load(file), record, self._loader)
 
 
 class EngineSteps:

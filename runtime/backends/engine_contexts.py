@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ErrorLog:
-    """Keeps what a library says while it fails: return values alone give no reason."""
+class EngineLoader:
+    """The library's runtime, which has to outlive its engines, and what it says while it fails."""
 
     def __init__(self, library: Library) -> None:
+        self.library = library
         trt, lines = library.module, list[str]()
 
         class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
@@ -32,41 +33,39 @@ class ErrorLog:
                 if severity in (trt.Logger.ERROR, trt.Logger.INTERNAL_ERROR):
                     lines.append(message)
 
-        self.logger: Any = Logger()
-        self._lines = lines
+        self._logger, self._lines = Logger(), lines
+        self._runtime: Any = trt.Runtime(self._logger)
+
+    def load(self, file: Path) -> Any:
+        """Deserialise a plan whose manifest was checked before.
+
+        Raises:
+            BackendError: the library does not load it.
+        """
+        with (
+            file.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as plan,
+        ):
+            engine = self._runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise BackendError(f"{file} does not load: {self.reason()}")
+        return engine
 
     def reason(self) -> str:
-        """The first line since the last call: the others follow from it."""
+        """The first error since the last call, the others follow from it: return values give none."""
         found = self._lines[0].strip() if self._lines else "the library gives no reason"
         self._lines.clear()
         return found
-
-
-def load_engine(library: Library, file: Path, log: ErrorLog) -> Any:
-    """Deserialise a plan whose manifest was checked before.
-
-    Raises:
-        BackendError: the library does not load it.
-    """
-    runtime = library.module.Runtime(log.logger)
-    with (
-        file.open("rb") as stream,
-        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as plan,
-    ):
-        engine = runtime.deserialize_cuda_engine(plan)
-    if engine is None:
-        raise BackendError(f"{file} does not load: {log.reason()}")
-    return engine
 
 
 class EngineContexts:
     """Runs one engine on tensors of the device, on the stream given."""
 
     def __init__(
-        self, library: Library, name: str, engine: Any, record: EngineRecord, log: ErrorLog
+        self, name: str, engine: Any, record: EngineRecord, loader: EngineLoader
     ) -> None:
         self.name = name
-        self._trt, self._engine, self._record, self._log = library.module, engine, record, log
+        self._engine, self._record, self._loader = engine, record, loader
         self._contexts: dict[Hashable, Any] = {}
         self._memory: tuple[int, int] = (0, 0)
 
@@ -103,7 +102,7 @@ class EngineContexts:
         self._contexts.clear()  # before the engine
 
     def _new_context(self) -> Any:
-        trt = self._trt
+        trt = self._loader.library.module
         user_managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         kernels = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
         if kernels is None:
@@ -156,7 +155,7 @@ class EngineContexts:
 
     def _check(self, succeeded: bool, call: str) -> None:
         if not succeeded:
-            raise BackendError(f"engine {self.name}: {call} failed: {self._log.reason()}")
+            raise BackendError(f"engine {self.name}: {call} failed: {self._loader.reason()}")
 
 
 def _range(shapes: tuple[Shape, Shape, Shape]) -> tuple[Shape, Shape]:

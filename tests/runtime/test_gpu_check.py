@@ -61,15 +61,17 @@ def test_a_failed_part_stops_no_other_and_counts(tmp_path: Path) -> None:
 
 def test_a_difference_fails_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    parts: Any = importlib.import_module("gpu_check_parts")
+    models, graphs, part = (
+        importlib.import_module(f"gpu_check.{name}") for name in ("models", "graphs", "part")
+    )
     device, options = torch.device("cpu"), SimpleNamespace(small=True)
-    pair = parts.toy_pair(device, options)
-    models = [parts.open_models(pair, device, requests=2, max_graphs=0) for _ in range(2)]
-    simulated, random = parts.Simulated(pair, *models, 2), np.random.default_rng(0)
+    pair = models.toy_pair(device, options)
+    one, other = (models.open_models(pair, device, requests=2, max_graphs=0) for _ in range(2))
+    simulated, random = graphs.Simulated(pair, one, other, 2), np.random.default_rng(0)
     for _ in range(4):
         simulated.round(random, 2)
-    models[1].target.caches.tensors[0][0].mul_(1.001)
-    with pytest.raises(parts.CheckError, match=r"logits of 2 requests with .* rows differ"):
+    other.target.caches.tensors[0][0].mul_(1.001)
+    with pytest.raises(part.CheckError, match=r"logits of 2 requests with .* rows differ"):
         simulated.round(random, 2)
 
 

@@ -16,7 +16,7 @@ from dspark_trt.errors import BackendError, CapacityError
 from dspark_trt.gpu import visible_gpu
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.engine_backend import engine_buckets
-from dspark_trt.runtime.backends.engine_contexts import EngineContexts, ErrorLog, load_engine
+from dspark_trt.runtime.backends.engine_contexts import EngineContexts, EngineLoader
 from dspark_trt.runtime.backends.torch_caches import DeviceCaches
 from dspark_trt.tensorrt_library import Library, load_library
 
@@ -42,7 +42,7 @@ def test_without_a_gpu_engines_are_refused_in_one_sentence(
 def test_the_library_itself_refuses_without_a_crash(tmp_path: Path) -> None:
     """The real runtime, on a plan that it built here, and on half of one."""
     library = load_library("tensorrt-rtx")
-    plan = small_plan(library.module)
+    plan, loader = small_plan(library.module), EngineLoader(library)
     for name, data in {
         "whole": plan,
         "half": plan[: len(plan) // 2],
@@ -50,8 +50,10 @@ def test_the_library_itself_refuses_without_a_crash(tmp_path: Path) -> None:
     }.items():
         file = tmp_path / f"{name}.engine"
         file.write_bytes(data)
-        with pytest.raises(BackendError, match=rf"{name}\.engine does not load: \w"):
-            load_engine(library, file, ErrorLog(library))
+        with pytest.raises(
+            BackendError, match=rf"{name}\.engine does not load: \w.*Error Code"
+        ):
+            loader.load(file)
 
 
 def small_plan(trt: Any) -> bytes:
@@ -109,8 +111,8 @@ def contexts(
         device_memory_size_v2=1 << 20,
     )
     library = Library("tensorrt", trt)  # type: ignore[arg-type]
-    log = SimpleNamespace(reason=lambda: "out of memory")
-    run = EngineContexts(library, "draft", engine, record(), log)  # type: ignore[arg-type]
+    loader = SimpleNamespace(library=library, reason=lambda: "out of memory")
+    run = EngineContexts("draft", engine, record(), loader)  # type: ignore[arg-type]
     run.use_memory(4096, 1 << 20)
     return run
 

@@ -287,6 +287,25 @@ def test_drafter_and_target_share_stored_weights(tiny_bundle: Bundle) -> None:
     assert embeddings.data_ptr() == backend._target.embed_tokens.weight.data_ptr()
 
 
+def test_every_precision_is_read_from_file_and_graph(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    """Large tensors lie in the weight file at an offset, small ones in the graph."""
+    values = torch.arange(6).reshape(2, 3)
+    (tmp_path / "weights.bin").write_bytes(
+        b"\0" * 64 + values.bfloat16().view(torch.uint8).numpy().tobytes()
+    )
+    outside = onnx.TensorProto(data_type=onnx.TensorProto.BFLOAT16, dims=(2, 3))
+    outside.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", "weights.bin"), ("offset", "64"), ("length", "12")):
+        outside.external_data.add(key=key, value=value)
+    inside = onnx.numpy_helper.from_array(values.half().numpy())
+    weights = StoredWeights(replace(tiny_bundle, path=tmp_path))
+    assert torch.equal(weights._read(outside), values.bfloat16())
+    assert torch.equal(weights._read(inside), values.half())
+    assert weights._read(outside) is weights._read(outside)
+
+
 # Refusals -------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: T201 -- it prints its report
-"""Runs the parts of `gpu_check_parts` one process each, within a budget, and writes one JSON report.
+"""Runs the parts one process each, within a budget, and writes one JSON report.
 
 A part that fails, hangs or takes the process down stops no other. Exit code: number of failed parts.
 """
@@ -27,7 +27,7 @@ def main() -> int:
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if options.part:
-        from gpu_check_parts import run_part
+        from gpu_check.run import run_part
 
         print(json.dumps(run_part(options)))
         return 0
@@ -75,7 +75,8 @@ def parse() -> argparse.Namespace:
 
 def in_process(name: str, budget_s: float) -> dict[str, Any]:
     """One part in a process of its own; it is told to end in time, and ended if it does not."""
-    command = [sys.executable, *sys.argv, "--part", name, "--seconds", str(budget_s * 0.8)]
+    command = [sys.executable, "-m", "gpu_check", *sys.argv[1:], "--part", name]
+    command += ["--seconds", str(budget_s * 0.8)]
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=budget_s)
