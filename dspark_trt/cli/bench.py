@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-trt bench`: how fast a bundle is on this machine, with and without drafts, and against its limits."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.errors import RequestError
+
+if TYPE_CHECKING:
+    from dspark_trt.bundle import Bundle
+    from dspark_trt.runtime.text import TextCodec
+    from dspark_trt.runtime.trace_collection import Prompt
+
+
+def command(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)],
+    schedulers: Annotated[
+        str | None,
+        typer.Option(
+            help="Compared, the others with the first; default: fixed:0,fixed:γ,auto.",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[str, typer.Option(help="Decoded at the same time.")] = "1,8,32",
+    temperatures: Annotated[str, typer.Option(help="0: greedy.")] = "0,1",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON lines with "prompt" or "prompt_ids", and "domain"; default: shipped ones.',
+            show_default=False,
+        ),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens a request in every turn.")] = 12,
+    repeats: Annotated[int, typer.Option(help="Turns of each; medians are reported.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the order.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; default: chosen for the bundle.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for bench.json and bench.md.", show_default=False),
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for PNG figures.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Compare schedulers by tokens/s, accepted length and time by part, all in one run."""
+    from dspark_trt.bundle import WEIGHTS, load_bundle
+    from dspark_trt.files import write_json
+    from dspark_trt.runtime.backends import open_backend
+    from dspark_trt.runtime.backends.interface import BackendOptions
+    from dspark_trt.runtime.bench import BenchPlan, run_bench
+    from dspark_trt.runtime.bench_limits import measure_limits
+    from dspark_trt.runtime.bench_report import bench_report, markdown
+
+    loaded = load_bundle(bundle, verify_hashes=False)
+    names = schedulers or f"fixed:0,fixed:{loaded.draft.gamma},auto"
+    plan = BenchPlan(
+        schedulers=tuple(name.strip() for name in names.split(",")),
+        requests=tuple(int(n) for n in _numbers("--requests", requests)),
+        temperatures=_numbers("--temperatures", temperatures),
+        new_tokens=new_tokens,
+        repeats=repeats,
+        seed=seed,
+    )
+    asked = _prompts(loaded, prompts)
+    opened = open_backend(backend, loaded, BackendOptions(threads=threads))
+    with err_console.status("measuring") as status:
+        result = run_bench(
+            opened,
+            asked,
+            plan,
+            progress=lambda done, of: status.update(f"measuring: turn {done} of {of}"),
+        )
+        limits = None
+        if opened.name == "onnxruntime" and opened.options.threads is not None:
+            limits = measure_limits(opened.options.threads, loaded.files[WEIGHTS].size_bytes)
+    report = bench_report(opened, asked, plan, result, limits)
+    text = markdown(report)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / "bench.json", report)
+        (output / "bench.md").write_text(text, encoding="utf-8")
+    if plots is not None:
+        from dspark_trt.runtime.bench_plots import plot_bench
+
+        report["plots"] = [str(path) for path in plot_bench(report, plots)]
+    if as_json:
+        print_json(report)
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise RequestError(f"{option} must be numbers like 1,8,32, got {text!r}") from error
+    if option == "--requests" and any(value != int(value) for value in values):
+        raise RequestError(f"{option} must be whole numbers, got {text!r}")
+    return values
+
+
+def _prompts(bundle: "Bundle", file: Path | None) -> "list[Prompt]":
+    from dspark_trt.runtime.shipped_prompts import PROMPTS
+    from dspark_trt.runtime.text import TextCodec
+    from dspark_trt.runtime.trace_collection import Prompt
+
+    codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
+    if file is None:
+        return [
+            Prompt(_encode(codec, text), domain)
+            for domain, texts in PROMPTS.items()
+            for text in texts
+        ]
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"prompts file {file} cannot be read: {error}") from error
+    found = [_read(codec, file, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise RequestError(f"{file} holds no prompts")
+    return found
+
+
+def _read(codec: "TextCodec | None", file: Path, number: int, line: str) -> "Prompt":
+    from dspark_trt.runtime.trace_collection import Prompt
+
+    try:
+        record = json_module.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{file}:{number} is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise RequestError(f"{file}:{number} is no JSON object")
+    domain = str(record.get("domain", "all"))
+    if isinstance(text := record.get("prompt"), str) and text.strip():
+        return Prompt(_encode(codec, text), domain)
+    ids = record.get("prompt_ids")
+    if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
+        return Prompt(tuple(ids), domain)
+    raise RequestError(
+        f'{file}:{number} has neither "prompt" (text) nor "prompt_ids" (numbers)'
+    )
+
+
+def _encode(codec: "TextCodec | None", text: str) -> tuple[int, ...]:
+    if codec is None:
+        raise RequestError(
+            'this bundle has no tokenizer: give --prompts FILE with "prompt_ids" instead of text'
+        )
+    if not codec.has_chat_template:
+        return codec.encode(text)
+    return codec.encode_chat([{"role": "user", "content": text}])

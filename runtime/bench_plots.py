@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of a bench report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dspark_trt.runtime.bench import PARTS
+from dspark_trt.runtime.bench_report import Report, is_whole
+from dspark_trt.runtime.plots import _figure, _saved
+
+
+def plot_bench(report: Report, folder: Path) -> list[Path]:
+    """Speed over the first scheduler by load, and where the time of a round goes.
+
+    Raises:
+        RequestError: matplotlib is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cells = [cell for cell in report["cells"] if is_whole(report, cell)]
+    heats = report["sampling"]["temperatures"]
+    return [
+        _speeds(cells, heats, folder / "bench_speed.png"),
+        _parts(cells, heats, folder / "bench_parts.png"),
+    ]
+
+
+def _speeds(cells: Sequence[Report], heats: Sequence[float], path: Path) -> Path:
+    figure, panels = _figure(len(heats))
+    loads = sorted({cell["requests"] for cell in cells})
+    for axes, heat in zip(panels, heats, strict=True):
+        for name in dict.fromkeys(cell["scheduler"] for cell in cells):
+            own = [c for c in cells if c["scheduler"] == name and c["temperature"] == heat]
+            speeds = [c["over_first"] for c in sorted(own, key=lambda c: c["requests"])]
+            axes.plot(loads, speeds, marker="o", label=name)
+        axes.set(xscale="log", xlabel="requests", title=f"T = {heat:g}")
+        axes.set_xticks(loads, map(str, loads))
+    panels[0].set(ylabel="tokens/s, first scheduler = 1")
+    panels[0].legend(fontsize=7)
+    return _saved(figure, path)
+
+
+def _parts(cells: Sequence[Report], heats: Sequence[float], path: Path) -> Path:
+    figure, panels = _figure(len(heats))
+    for axes, heat in zip(panels, heats, strict=True):
+        own = [cell for cell in cells if cell["temperature"] == heat]
+        names = [f"{cell['scheduler']}, {cell['requests']}" for cell in own]
+        left = np.zeros(len(own))
+        for part in PARTS:
+            shares = np.array([cell["parts_ms"][part] / cell["round_ms"] for cell in own])
+            axes.barh(names, shares, left=left, label=part)
+            left += shares
+        axes.set(xlabel="share of a round", title=f"T = {heat:g}")
+        axes.tick_params(labelsize=6)
+    panels[0].legend(fontsize=6)
+    return _saved(figure, path)

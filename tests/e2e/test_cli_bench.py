@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-trt bench`, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dspark_trt.bundle import Bundle
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dspark_trt", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_bench_writes_what_it_prints(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "What is 3 + 4?", "domain": "math"}\n{"prompt_ids": [1, 5, 9], "domain": "ids"}\n'
+    )
+    done = run(
+        tiny_bundle.path, "--requests", 2, "--temperatures", 0, "--repeats", 1, "--new-tokens", 4,
+        "--schedulers", "fixed:0,threshold:0.5", "--prompts", prompts, "--json",
+        "--output", tmp_path / "out", "--plots", tmp_path / "plots",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["prompts"]["count"] == {"math": 1, "ids": 1}
+    assert {(cell["scheduler"], cell["domain"]) for cell in report["cells"]} == {
+        (scheduler, domain)
+        for scheduler in ("fixed:0", "threshold:0.5")
+        for domain in ("math", "ids", "all")
+    }
+    assert report["limits"]["gigaflops"] > 0
+    assert all(cell["over_limit"]["target"] > 0 for cell in report["cells"])
+    plots = [Path(path) for path in report.pop("plots")]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+    assert json.loads((tmp_path / "out" / "bench.json").read_text()) == report
+    assert "threshold:0.5" in (tmp_path / "out" / "bench.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "1,x"], "--requests must be numbers like 1,8,32, got '1,x'"),
+        (["--requests", "1.5"], "--requests must be whole numbers, got '1.5'"),
+        (["--schedulers", "fixed:9"], "fixed:9: expected a length from 0 to 7"),
+        (["--temperatures", "-1"], "temperature must be finite and at least 0, got -1.0"),
+        (["--prompts", "nowhere.jsonl"], "prompts file nowhere.jsonl cannot be read"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], message: str, tiny_bundle: Bundle
+) -> None:
+    done = run(tiny_bundle.path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
