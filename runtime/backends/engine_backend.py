@@ -21,6 +21,7 @@ from dspark_trt.runtime.backends.interface import (
     TargetModel,
     Verifier,
 )
+from dspark_trt.runtime.backends.open_parts import OpenParts
 from dspark_trt.runtime.cuda_graphs.buckets import Buckets, GraphKey
 from dspark_trt.tensorrt_library import load_library
 
@@ -53,39 +54,28 @@ class EngineBackend:
         self.engines = find_engines(bundle, name, version=library.version, device_arch=gpu.arch)
         self._device = _cuda_device(name, options.device)
         self._loader = EngineLoader(library)
-        self._open: dict[int, tuple[DeviceParts, EngineSteps, set[str]]] = {}
+        self._parts = OpenParts(self._new_parts)
 
     def draft_model(self, requests: int) -> DraftModel:
-        parts, steps = self._parts(requests, "drafter")
+        parts, steps = self._parts.take(requests, "drafter")
         steps.load("draft", "context")
         return parts.draft_model(steps)
 
     def target_model(self, requests: int) -> TargetModel:
         self.bundle.graph_path("target")
-        parts, steps = self._parts(requests, "target")
+        parts, steps = self._parts.take(requests, "target")
         steps.load("target")
         return parts.target_model(steps)
 
     def verifier(self, requests: int) -> Verifier:
-        parts, steps = self._parts(requests, "verifier")
+        parts, steps = self._parts.take(requests, "verifier")
         steps.load("verify")
         return parts.verifier(steps)
 
-    def _parts(self, requests: int, role: str) -> "tuple[DeviceParts, EngineSteps]":
-        """Drafter, target and verifier of one engine share their parts; the next engine gets new ones."""
-        found = self._open.pop(requests, None)
-        if found is None or role in found[2]:
-            parts = self._new_parts(requests)
-            found = (parts, EngineSteps(self, parts), set())
-        parts, steps, taken = found
-        if len(taken) < 2:
-            self._open[requests] = (parts, steps, taken | {role})
-        return parts, steps
-
-    def _new_parts(self, requests: int) -> "DeviceParts":
+    def _new_parts(self, requests: int) -> "tuple[DeviceParts, EngineSteps]":
         from dspark_trt.runtime.backends.torch_backend import DeviceParts
 
-        return DeviceParts(
+        parts = DeviceParts(
             self.bundle.draft,
             self.bundle.target,
             dtype=self.bundle.dtype,
@@ -96,6 +86,7 @@ class EngineBackend:
             buckets=engine_buckets(self.engines, requests, self.bundle),
             fixed_rows=self.engines.limits.capacity,
         )
+        return parts, EngineSteps(self, parts)
 
     def contexts(self, graph: str) -> EngineContexts:
         """One engine of the bundle, its file compared with the manifest first.
@@ -116,19 +107,22 @@ class EngineSteps:
     def __init__(self, backend: EngineBackend, parts: "DeviceParts") -> None:
         self._backend, self._parts = backend, parts
         self._engines: dict[str, EngineContexts] = {}
-        self._memory: Tensor | None = None
+        self._memories: list[Tensor] = []
 
     def load(self, *graphs: str) -> None:
-        """Load engines; one scratch memory, that of the greediest, serves all: they run one by one."""
+        """Load engines. They run one by one and share scratch memory; a greedier one gets new memory, and
+        those before it keep theirs: captured graphs hold its address.
+        """
         import torch
 
-        self._engines |= {graph: self._backend.contexts(graph) for graph in graphs}
-        needed = max(1, *(engine.memory_bytes for engine in self._engines.values()))
-        if self._memory is None or self._memory.numel() < needed:
-            self._memory = torch.empty(needed, dtype=torch.uint8, device=self._parts.device)
-        for engine in self._engines.values():
-            engine.close()  # contexts hold the old memory
-            engine.use_memory(self._memory.data_ptr(), self._memory.numel())
+        for graph in graphs:
+            engine = self._backend.contexts(graph)
+            needed = max(engine.memory_bytes, 1)
+            if not self._memories or self._memories[-1].numel() < needed:
+                device = self._parts.device
+                self._memories.append(torch.empty(needed, dtype=torch.uint8, device=device))
+            engine.use_memory(self._memories[-1].data_ptr(), self._memories[-1].numel())
+            self._engines[graph] = engine
 
     def draft(self, key: GraphKey) -> None:
         self._run("draft", key, self._draft_caches(key.batch))

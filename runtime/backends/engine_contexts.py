@@ -98,9 +98,6 @@ class EngineContexts:
             self._bind(context, tensors, stream)
         self._check(context.execute_async_v3(stream), "execute_async_v3")
 
-    def close(self) -> None:
-        self._contexts.clear()  # before the engine
-
     def _new_context(self) -> Any:
         trt = self._loader.library.module
         user_managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED

@@ -23,6 +23,7 @@ from dspark_trt.runtime.backends.interface import (
     TargetModel,
     Verifier,
 )
+from dspark_trt.runtime.backends.open_parts import OpenParts
 from dspark_trt.runtime.backends.torch_buffers import StaticBuffers
 from dspark_trt.runtime.backends.torch_caches import DeviceCaches
 from dspark_trt.runtime.backends.torch_graphs import Capture, StepGraphs, cuda_capture
@@ -171,28 +172,19 @@ class TorchBackend:
         if options.threads is not None and self.device.type == "cpu":
             torch.set_num_threads(options.threads)
         self._weights = StoredWeights(bundle, self.device)
-        self._open: dict[int, tuple[DeviceParts, set[str]]] = {}
+        self._parts = OpenParts(self._new_parts)
 
     def draft_model(self, requests: int) -> DraftModel:
-        parts = self._parts(requests, "drafter")
+        parts = self._parts.take(requests, "drafter")
         return parts.draft_model(parts.module_steps(self._drafter, None))
 
     def target_model(self, requests: int) -> TargetModel:
-        parts = self._parts(requests, "target")
+        parts = self._parts.take(requests, "target")
         return parts.target_model(parts.module_steps(None, self._target))
 
     def verifier(self, requests: int) -> Verifier:
-        parts = self._parts(requests, "verifier")
+        parts = self._parts.take(requests, "verifier")
         return parts.verifier(parts.module_steps(None, None))
-
-    def _parts(self, requests: int, role: str) -> DeviceParts:
-        """Drafter, target and verifier of one engine share their parts; the next engine gets new ones."""
-        parts, taken = self._open.pop(requests, (None, set()))
-        if parts is None or role in taken:
-            parts, taken = self._new_parts(requests), set()
-        if len(taken) < 2:
-            self._open[requests] = (parts, taken | {role})
-        return parts
 
     def _new_parts(self, requests: int) -> DeviceParts:
         return DeviceParts(

@@ -306,6 +306,18 @@ def test_every_precision_is_read_from_file_and_graph(
     assert weights._read(outside) is weights._read(outside)
 
 
+def test_an_engine_shares_its_parts_and_the_next_one_gets_new_ones(tiny_bundle: Bundle) -> None:
+    backend = open_backend("torch", tiny_bundle, CPU)
+    found = []
+    for _ in range(2):
+        draft, target = backend.draft_model(2), backend.target_model(2)
+        assert isinstance(draft, DeviceDraftModel)
+        assert isinstance(target, DeviceTargetModel)
+        assert draft._buffers is target._buffers is backend.verifier(2)._buffers  # type: ignore[attr-defined]
+        found.append(draft._buffers)
+    assert found[0] is not found[1]
+
+
 # Refusals -------------------------------------------------------------------------------------------
 
 
