@@ -9,14 +9,16 @@ engine with the number it chooses. Bundles are exported to DIR and used again fr
 """
 
 import argparse
+import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -29,11 +31,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, insta
 import torch
 from eager import EagerPair, choose_threads
 
-from dspark_trt.bundle import Bundle, load_bundle
+from dspark_trt.bundle import CALIBRATION, WEIGHTS, Bundle, load_bundle
 from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, read_draft, read_target
 from dspark_trt.runtime.backends import Backend, open_backend
-from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs
+from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs, VerifyInputs
+from dspark_trt.runtime.bench import BenchPlan, interval_of_mean, run_bench
+from dspark_trt.runtime.bench_limits import measure_limits
 from dspark_trt.runtime.bench_turns import clock_for, medians, seconds_by_turns
+from dspark_trt.runtime.bench_work import Work, draft_work, target_work, verify_work
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name, usable_cpus
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
@@ -41,6 +46,7 @@ from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.rounds import RoundReport
 from dspark_trt.runtime.shipped_prompts import PROMPTS
 from dspark_trt.runtime.text import TextCodec
+from dspark_trt.runtime.trace_collection import Prompt
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 256  # tokens before every measured step
@@ -109,14 +115,20 @@ class Bench:
         """Hidden 1024, five layers, vocabulary 32,000, random weights; a target of six such layers."""
         return self._exported("wide", *wide_checkpoints(self.folder))
 
-    def _exported(self, name: str, draft: Path, target: Path) -> Models:
+    def quantised(self, models: Models) -> Models:
+        """The same with weights of eight bits."""
+        return self._exported(
+            f"{models.name}-int8", models.draft.path, models.target.path, weights="int8"
+        )
+
+    def _exported(self, name: str, draft: Path, target: Path, **options: str) -> Models:
         from dspark_trt.export.bundle_from_checkpoints import export_bundle
 
         checkpoints = read_draft(draft), read_target(target)
         path = self.folder / name
         if not path.exists():
             print(f"exporting {name}", file=sys.stderr)
-            export_bundle(*checkpoints, path)
+            export_bundle(*checkpoints, path, **options)
         return Models(name, *checkpoints, load_bundle(path, verify_hashes=False))
 
 
@@ -373,6 +385,233 @@ def host(bench: Bench) -> Iterator[Figure]:
             )
 
 
+# Speculation ---------------------------------------------------------------------------------------
+
+
+def speculation(bench: Bench) -> Iterator[Figure]:
+    """Adaptive lengths against plain decoding, one request, prompts that the fixtures were evaluated with."""
+    from adaptive import PROMPTS as RECORDED
+    from adaptive import by_domain, random_drafter
+
+    listed = [Prompt(ids, domain) for domain, own in by_domain(RECORDED).items() for ids in own]
+    trained = bench.tiny.bundle
+    threads = str(
+        bench.options.threads or 1
+    )  # what the table is measured with has to be what runs
+    if not (trained.path / CALIBRATION).exists():
+        command("calibrate", trained.path)
+    command(
+        "profile", trained.path, "--max-requests", "1", "--seconds", "1", "--threads", threads
+    )
+    random_path = bench.folder / "random"
+    if not random_path.exists():
+        random_drafter(bench.folder / "random-work")
+        (bench.folder / "random-work" / "bundle").rename(random_path)
+    shutil.copy(trained.path / CALIBRATION, random_path)
+    command(
+        "profile", random_path, "--max-requests", "1", "--seconds", "1", "--threads", threads
+    )
+    bounds = {"trained": {"math": 1.5, "all": 1.2}, "random": {}}
+    for name, bundle in (("trained", trained), ("random", load_bundle(random_path))):
+        plan = BenchPlan(
+            schedulers=("fixed:0", "auto"), requests=(1,), new_tokens=384, repeats=5
+        )
+        backend = open_backend("onnxruntime", bundle, BackendOptions(threads=int(threads)))
+        result = run_bench(backend, listed, plan)
+        for cell, tally in result.tallies.items():
+            if cell.scheduler != "auto":
+                continue
+            plain = result.tallies[replace(cell, scheduler="fixed:0")].tokens_per_second
+            ratios = [a / b for a, b in zip(tally.tokens_per_second, plain, strict=True)]
+            tau = interval_of_mean(tally.accepted)
+            parts = ", ".join(
+                f"{part} {1e3 * spent / tally.rounds:.2f}"
+                for part, spent in tally.parts.items()
+            )
+            yield Figure(
+                group="speculation",
+                name=f"adaptive / plain, {name} drafter, {cell.domain}, T = {cell.temperature:g}",
+                measured=median(ratios),
+                bound=bounds[name].get(cell.domain, 0.98),
+                is_floor=True,
+                detail=f"τ {'-' if tau is None else f'{tau[0]:.2f}'}, "
+                f"ℓ {tally.verified / tally.decoding:.1f}, ms: {parts}",
+            )
+
+
+def command(*arguments: object) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "dspark_trt", *map(str, arguments)],
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+# Limits of the machine -----------------------------------------------------------------------------
+
+
+def roofline(bench: Bench) -> Iterator[Figure]:
+    """Parts at hidden 1024, eight requests, over the least time they could take."""
+    models, batch = bench.wide, 8
+    bundle, backend = models.bundle, models.backend(bench)
+    threads = backend.options.threads or 1
+    assert bundle.target is not None
+    drafter, target, verifier = (
+        backend.draft_model(batch), backend.target_model(batch), backend.verifier(batch)
+    )  # fmt: skip
+    rows = {own: step_rows(bundle, batch, own) for own in (1, 8)}
+    steps = {own: target.step(each) for own, each in rows.items()}
+    inputs = {heat: draft_inputs(bundle, batch, heat) for heat in (0.0, 1.0)}
+    drafted = drafter.draft(inputs[1.0])
+    gamma, vocab = bundle.draft.gamma, bundle.draft.decoder.vocab_size
+
+    def verification(temperature: float) -> VerifyInputs:
+        return VerifyInputs(
+            target_logits=steps[8].logits,
+            offsets=np.arange(batch + 1) * (gamma + 1),
+            draft_tokens=drafted.tokens,
+            draft_logits=drafted.logits,
+            temperature=np.full(batch, temperature, np.float32),
+            top_k=np.zeros(batch, np.int64),
+            top_p=np.ones(batch, np.float32),
+            min_p=np.zeros(batch, np.float32),
+            uniforms=np.full((batch, gamma + 1), 0.5, np.float32),
+        )
+
+    arms: dict[str, tuple[Callable[[], object], Work]] = {}
+    work = draft_work(bundle.draft, batch=batch, context=CONTEXT, weight_bytes=4)
+    for heat, own in inputs.items():
+        arms[f"draft step, T = {heat:g}"] = partial(drafter.draft, own), work
+    for count, own_rows in rows.items():
+        work = target_work(
+            bundle.target, batch=batch, rows=batch * count, logit_rows=batch * count,
+            context=CONTEXT, weight_bytes=4,
+        )  # fmt: skip
+        arms[f"target step, {count} rows each"] = partial(target.step, own_rows), work
+    for heat in (0.0, 1.0):
+        work = verify_work(
+            vocab, target_rows=8 * batch, draft_rows=gamma * batch, is_greedy=heat == 0
+        )
+        arms[f"verification, T = {heat:g}"] = partial(verifier.verify, verification(heat)), work
+    limits = measure_limits(threads, bundle.files[WEIGHTS].size_bytes)
+    taken = bench.compare({name: arm for name, (arm, _) in arms.items()}, threads)
+    for name, (_, work) in arms.items():
+        least = work.seconds(limits)
+        what = "computing" if work.flops / limits.flops == least else "reading"
+        yield Figure(
+            group="roofline",
+            name=f"measured / limit, wide, batch {batch}: {name}",
+            measured=taken[name] / least,
+            bound=2.0,
+            detail=f"{1e3 * taken[name]:.1f} ms against {1e3 * least:.1f} of {what}; "
+            f"{limits.bytes_per_second / 1e9:.0f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s",
+        )
+
+
+# Contexts and capacity -----------------------------------------------------------------------------
+
+
+def context(bench: Bench) -> Iterator[Figure]:
+    """A step over caches as the runtime holds them, and over caches of exactly the rows it needs."""
+    from dspark_trt.runtime import cache
+
+    bundle = bench.tiny.bundle
+    backend = bench.tiny.backend(bench)
+    longest = bundle.max_context_tokens - 2 * (bundle.draft.gamma + 1)
+    for kind in ("draft", "target"):
+        ratios: dict[str, list[float]] = {"grown to it": [], "after the longest context": []}
+        for length in (64, 128, 256, 512):
+            growth = cache.GROWTH, cache.QUANTUM_ROWS
+            cache.GROWTH, cache.QUANTUM_ROWS = 1.0, 1
+            try:
+                arms = {"exact": step_at(backend, kind, length)}
+                arms["exact"]()  # allocates
+            finally:
+                cache.GROWTH, cache.QUANTUM_ROWS = growth
+            arms["grown to it"] = step_at(backend, kind, length)
+            arms["after the longest context"] = step_at(backend, kind, length, longest)
+            taken = bench.compare(arms, backend.options.threads)
+            for name, own in ratios.items():
+                own.append(taken[name] / taken["exact"])
+        for name, own in ratios.items():
+            yield Figure(
+                group="context",
+                name=f"{kind} step, cache {name} / exact cache",
+                measured=max(own),
+                bound=1.3,
+                detail="at 64, 128, 256, 512 tokens: " + ", ".join(f"{r:.2f}" for r in own),
+            )
+
+
+def step_at(
+    backend: Backend, kind: str, length: int, reserved: int = 0
+) -> Callable[[], object]:
+    model = backend.draft_model(1) if kind == "draft" else backend.target_model(1)
+    if reserved:
+        model.reserve(reserved)
+    if kind == "draft":
+        return partial(model.draft, draft_inputs(backend.bundle, 1, 0.0, length))
+    return partial(model.step, step_rows(backend.bundle, 1, 8, length))
+
+
+# Weights of eight bits -----------------------------------------------------------------------------
+
+
+def int8(bench: Bench) -> Iterator[Figure]:
+    from dspark_trt.export.bundle_from_checkpoints import export_bundle
+
+    if "weights" not in inspect.signature(export_bundle).parameters:
+        for name in (
+            "draft + target, float32 / int8, wide",
+            "accepted length, int8 / float32, tiny",
+        ):
+            yield Figure(
+                group="int8", name=name, measured=None, bound=1.0, is_floor=True,
+                detail="export knows no weights of eight bits yet",
+            )  # fmt: skip
+        return
+    small = {name: bench.quantised(getattr(bench, name)) for name in ("tiny", "wide")}
+    arms: dict[str, Callable[[], object]] = {}
+    for name, models in (("float32", bench.wide), ("int8", small["wide"])):
+        backend = models.backend(bench)
+        draft_step = draft_arm(backend, 1, 0.0)
+        target_step = partial(backend.target_model(1).step, step_rows(models.bundle, 1, 8))
+        arms[name] = lambda d=draft_step, t=target_step: (d(), t())
+    taken = bench.compare(arms, bench.wide.backend(bench).options.threads)
+    yield Figure(
+        group="int8",
+        name="draft + target of 8 rows, float32 / int8, wide, batch 1",
+        measured=taken["float32"] / taken["int8"],
+        bound=1.3,
+        is_floor=True,
+        detail=f"{1e3 * taken['float32']:.1f} ms against {1e3 * taken['int8']:.1f}",
+    )
+    tau = {}
+    plan = BenchPlan(
+        schedulers=(f"fixed:{bench.tiny.bundle.draft.gamma}",),
+        requests=(8,),
+        new_tokens=192,
+        repeats=2,
+    )
+    for name, models in (("float32", bench.tiny), ("int8", small["tiny"])):
+        listed = [
+            Prompt(ids, "all") for own in prompts(models.bundle, 16).values() for ids in own
+        ]
+        result = run_bench(models.backend(bench), listed, plan)
+        tau[name] = [
+            interval_of_mean(tally.accepted) or (0.0, 0.0, 0.0)
+            for tally in result.tallies.values()
+        ]
+    for heat, before, after in zip(plan.temperatures, tau["float32"], tau["int8"], strict=True):
+        yield Figure(
+            group="int8",
+            name=f"accepted length, int8 / float32, tiny, T = {heat:g}",
+            measured=after[0] / before[0],
+            bound=0.98,
+            is_floor=True,
+            detail=f"{after[0]:.2f} ({after[1]:.2f}-{after[2]:.2f}) against {before[0]:.2f}",
+        )
+
+
 # Starting ------------------------------------------------------------------------------------------
 
 _IMPORT = """
@@ -424,7 +663,11 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "draft": draft,
     "target": target,
     "generation": generation,
+    "speculation": speculation,
     "host": host,
+    "roofline": roofline,
+    "context": context,
+    "int8": int8,
     "start": start,
 }
 
