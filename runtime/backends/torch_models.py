@@ -126,11 +126,12 @@ class DeviceDraftModel(DeviceModel):
         for row in np.flatnonzero(inputs.context_len == 0):
             self.caches.clear(int(row))
         buffers.settle("draft.anchor_ids")
-        for name in DraftInputs._fields:
+        for name in ("anchor_ids", "new_len", "temperature", "uniforms", "context_len"):
             place = buffers.host[f"draft.{name}"]
             place[:batch] = getattr(inputs, name)
-            if name != "new_taps":  # of requests with none nothing is read
-                place[batch : key.batch] = 0
+            place[batch : key.batch] = 0
+        most = int(inputs.new_len.max())  # of the taps behind a request's own nothing is read
+        buffers.host["draft.new_taps"][:batch, :most] = inputs.new_taps[:, :most]
         buffers.host["draft.context_len"][batch : key.batch] = self.caches.scratch_start
         buffers.upload("draft.anchor_ids", "draft.new_taps", batch)
         self.graphs.run(key, self.caches.version)

@@ -6,6 +6,7 @@ follows, and what was committed are worked out on the device. A round is two lau
 committed tokens when it likes, one round late if it likes.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +105,7 @@ class DeviceRounds:
         self._slope = torch.ones(self._gamma, device=parts.device)
         self._offset = torch.zeros(self._gamma, device=parts.device)
         self._most_rows = np.zeros(rows, np.int64)  # the host's bound of `target_len`
+        self._owners = np.zeros(rows, np.int64)  # counts the requests that began in a row
         self._launched_for = -1
         # Accepted count and tokens of each request side by side: one copy brings both.
         self._result = torch.zeros(
@@ -145,6 +147,7 @@ class DeviceRounds:
         ):  # fmt: skip
             state[row] = value
         self._most_rows[row] = target_len
+        self._owners[row] += 1
         for name in ("draft.temperature", "verify.temperature"):
             self._buffers[name][row] = temperature
         for name, value in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
@@ -191,7 +194,14 @@ class DeviceRounds:
         self._results.reverse()
         host = self._results[0][:batch]
         host.copy_(self._result[:batch], non_blocking=True)
-        return RoundOnTheWay(self._buffers.arrival(), host)
+        owners = self._owners[:batch].copy()
+        arrival = self._buffers.arrival()
+        return RoundOnTheWay(arrival, host, lambda accepted: self._learn(accepted, owners))
+
+    def _learn(self, accepted: Ints, owners: Ints) -> None:
+        """A round was read: the bound comes down, where a row has not changed hands."""
+        same = self._owners[: len(owners)] == owners
+        self._most_rows[: len(owners)] -= np.where(same, self._gamma - accepted, 0)
 
     def _make_room(self, batch: int) -> None:
         """A round commits γ+1 tokens at most; how many it was is not waited for."""
@@ -270,11 +280,15 @@ class DeviceRounds:
 class RoundOnTheWay:
     """A launched round. Its results last until the next but one is launched."""
 
-    def __init__(self, arrival: Arrival, host: Tensor) -> None:
-        self._arrival, self._host = arrival, host
+    def __init__(self, arrival: Arrival, host: Tensor, learn: Callable[[Ints], None]) -> None:
+        self._arrival, self._host, self._learn = arrival, host, learn
+        self._committed: Committed | None = None
 
     def read(self) -> Committed:
         """Wait for the committed tokens; copies, the caller's to keep."""
-        self._arrival.wait()
-        result = self._host.numpy().copy()
-        return Committed(result[:, 0], result[:, 1:])
+        if self._committed is None:
+            self._arrival.wait()
+            result = self._host.numpy().copy()
+            self._committed = Committed(result[:, 0], result[:, 1:])
+            self._learn(self._committed.accepted)
+        return self._committed

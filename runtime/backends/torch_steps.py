@@ -148,11 +148,11 @@ class ModuleSteps:
         )  # fmt: skip
         caches = (cache[:batch] for cache in self._draft_caches.tensors)
         with torch.no_grad(), fixed_shapes(self._sample):
-            hidden_outputs = self._drafter(*inputs, *caches)
+            outputs = self._drafter(*inputs, *caches)
         names = ["tokens", "logits"]
-        if len(hidden_outputs) > 2 + len(self._draft_caches.tensors):
+        if len(outputs) > 2 + len(self._draft_caches.tensors):
             names.append("confidence_logits")
-        for name, value in zip(names, hidden_outputs, strict=False):
+        for name, value in zip(names, outputs, strict=False):
             buffers[f"draft.{name}"][:batch].copy_(value)
 
     def append(self, row: int, taps: Tensor, start: int) -> None:

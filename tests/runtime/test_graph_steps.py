@@ -312,6 +312,20 @@ def test_device_rounds_commit_what_the_engine_commits(tiny_bundle: Bundle, late:
         length = min(len(ours), 60)
         assert ours[:length] == list(theirs.token_ids)[:length]
     assert sum(map(len, outputs)) > 120
+    for each in under_way:
+        each.read()
+    assert rounds._most_rows.tolist() == rounds._target_len.tolist()  # room for what there is
+
+
+def test_a_row_that_changes_hands_keeps_the_room_of_its_new_request() -> None:
+    parts, steps = device_parts("float32", len(PROMPTS))
+    rounds, _ = greedy_rounds(parts, steps)
+    way = rounds.launch(4, 28)
+    rounds.begin(2, anchor=5, target_len=40, draft_len=40)
+    committed = way.read()
+    assert rounds._most_rows[2] == 40
+    assert rounds._most_rows[1] == len(PROMPTS[1]) + committed.accepted[1] + 1
+    assert way.read() is committed
 
 
 def test_sampled_device_rounds_draw_what_the_engine_draws(tiny_bundle: Bundle) -> None:
