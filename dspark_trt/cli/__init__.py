@@ -25,6 +25,7 @@ _COMMANDS = {
     "build": "build",
     "chat": "chat",
     "serve": "serve",
+    "triton-repo": "triton_repo",
 }
 
 
