@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server costs: streams over HTTP against the same requests in this process, in turns.
 
-    python benchmarks/serve_overhead.py BUNDLE [--streams 8] [--tokens 128] [--repeats 9]
+    python benchmarks/serve_overhead.py BUNDLE [--streams 8] [--tokens 128] [--repeats 9] [--threads 1]
 
 Both arms run the same requests (seeded, so the same tokens) in batches of `--streams` on an engine with the
 same options; the server is a process of its own with its client in another. An arm's figure is its median
 over turns; the overhead is the median over turns of the ratio of a server turn to the engine turn beside
-it. The last line is JSON.
+it. On a busy machine take `--threads 1` and read `cpu_overhead`: the CPU time of the server's process over
+that of the engine here, which other processes do not change. The last line is JSON.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
 
 from dspark_trt.bundle import load_bundle
+from dspark_trt.runtime.backends.interface import BackendOptions
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.text import TextCodec
@@ -40,33 +42,50 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     bodies = [body_of(number, args.tokens) for number in range(args.streams)]
     bundle = load_bundle(args.bundle, verify_hashes=False)
     codec, every_draft = TextCodec(bundle), f"fixed:{bundle.draft.gamma}"
     requests = [request_of(codec, body) for body in bodies]
     options = EngineOptions(max_batch=args.streams)
-    turns: list[tuple[float, float]] = []
+    threads = BackendOptions(threads=args.threads)
+    flags = [] if args.threads is None else ["--threads", str(args.threads)]
+    alone, served = [], []
     with (
-        Engine.load(args.bundle, options=options, scheduler=every_draft) as engine,
-        server(args.bundle, args.streams, every_draft) as url,
+        Engine.load(
+            args.bundle, backend_options=threads, options=options, scheduler=every_draft
+        ) as engine,
+        server(args.bundle, args.streams, [*flags, "--scheduler", every_draft]) as (url, pid),
+        asyncio.Runner() as loop,
     ):
+        http = httpx.AsyncClient(base_url=url, timeout=120, verify=False)
         for turn in range(args.repeats + 1):  # the first warms up
             arms = {
-                "engine": lambda: by_engine(engine, requests),
-                "server": lambda: by_server(url, bodies),
+                "engine": lambda: spent(time.process_time, lambda: by_engine(engine, requests)),
+                "server": lambda: spent(
+                    lambda: cpu_s(pid), lambda: loop.run(by_server(http, bodies))
+                ),
             }
             order = ("engine", "server") if turn % 2 else ("server", "engine")
-            seconds = {name: timed(arms[name]) for name in order}
-            turns.append((seconds["engine"], seconds["server"]))
-    ratios = [served / alone for alone, served in turns[1:]]
+            spending = {name: arms[name]() for name in order}
+            alone.append(spending["engine"])
+            served.append(spending["server"])
+        loop.run(http.aclose())
+    walls, cpus = (
+        [theirs[i] / ours[i] for ours, theirs in zip(alone[1:], served[1:], strict=True)]
+        for i in (0, 1)
+    )
     report: dict[str, Any] = {
         "streams": args.streams,
         "tokens": args.tokens,
-        "engine_s": round(statistics.median(alone for alone, _ in turns[1:]), 4),
-        "server_s": round(statistics.median(served for _, served in turns[1:]), 4),
-        "overhead": round(statistics.median(ratios) - 1, 4),
-        "ratios": [round(ratio, 3) for ratio in sorted(ratios)],
+        "threads": args.threads,
+        "engine_s": round(statistics.median(wall for wall, _ in alone[1:]), 4),
+        "server_s": round(statistics.median(wall for wall, _ in served[1:]), 4),
+        "overhead": round(statistics.median(walls) - 1, 4),
+        "cpu_overhead": round(statistics.median(cpus) - 1, 4),
+        "ratios": [round(ratio, 3) for ratio in sorted(walls)],
+        "cpu_ratios": [round(ratio, 3) for ratio in sorted(cpus)],
         "load": os.getloadavg(),
     }
     print(json.dumps(report))
@@ -92,7 +111,7 @@ def request_of(codec: TextCodec, body: dict[str, Any]) -> Request:
 
 
 @contextmanager
-def server(bundle: Path, streams: int, scheduler: str) -> Iterator[str]:
+def server(bundle: Path, streams: int, flags: list[str]) -> Iterator[tuple[str, int]]:
     command = [
         sys.executable,
         "-m",
@@ -105,41 +124,44 @@ def server(bundle: Path, streams: int, scheduler: str) -> Iterator[str]:
     ]
     options = ["--model-name", MODEL, "--max-batch", str(streams), "--prefix-cache-mib", "0"]
     process = subprocess.Popen(
-        [*command, *options, "--scheduler", scheduler],
+        [*command, *options, *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
     try:
         assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"]
+        yield json.loads(process.stdout.readline())["url"], process.pid
     finally:
         process.terminate()
         process.wait(60)
 
 
-def timed(run: Any) -> float:
-    started = time.perf_counter()
+def spent(cpu: Callable[[], float], run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a run: wall, and CPU by the given clock."""
+    wall_before, cpu_before = time.perf_counter(), cpu()
     run()
-    return time.perf_counter() - started
+    return time.perf_counter() - wall_before, cpu() - cpu_before
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far, in steps of a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def by_engine(engine: Engine, requests: list[Request]) -> None:
     engine.generate(requests)
 
 
-def by_server(url: str, bodies: list[dict[str, Any]]) -> None:
-    async def read(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+async def by_server(http: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> None:
+    async def read(body: dict[str, Any]) -> None:
         async with http.stream("POST", "/v1/completions", json=body) as stream:
             stream.raise_for_status()
             async for _ in stream.aiter_bytes():
                 pass
 
-    async def all_of_them() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as http:
-            await asyncio.gather(*(read(http, body) for body in bodies))
-
-    asyncio.run(all_of_them())
+    await asyncio.gather(*(read(body) for body in bodies))
 
 
 if __name__ == "__main__":

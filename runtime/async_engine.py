@@ -16,8 +16,10 @@ from dspark_trt.runtime.request import Completion, Request, TokenEvent
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# The completion comes with a request's last event. Called by the engine's thread: must not block.
+# An event, and with a request's last one its completion. Delivered by the engine's thread: must not block.
+Delivered = tuple[TokenEvent, Completion | None]
 Deliver = Callable[[TokenEvent, Completion | None], None]
+_Post = tuple["asyncio.Queue[Delivered]", Delivered]
 
 
 class AsyncEngine:
@@ -32,6 +34,7 @@ class AsyncEngine:
         self._engine = engine
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._deliver: dict[int, Deliver] = {}
+        self._posts: dict[asyncio.AbstractEventLoop, list[_Post]] = {}
         self._is_closing = False
         self._failure: DSparkError | None = None
         self._stopping = threading.Lock()  # notes are left before the thread stops, or refused
@@ -226,11 +229,17 @@ class AsyncEngine:
                 if event.finish_reason is not None:
                     self._deliver.pop(request_id, None)
                     done = self._engine.take(request_id)
-                try:
-                    deliver(event, done)
-                except RuntimeError:  # the consumer's event loop is gone
-                    self._drop([request_id])
-                    break
+                deliver(event, done)
+        self._send_posts()
+
+    def _send_posts(self) -> None:
+        """Wake each event loop once a round: every wake-up hands it Python's lock in the middle of ours."""
+        posts, self._posts = self._posts, {}
+        for loop, own in posts.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, own)
+            except RuntimeError:  # the consumers' event loop is gone
+                self._drop([event.request_id for _, (event, _) in own])
 
     def _fail(self, error: Exception) -> None:
         """A defect of ours: end every request with it instead of leaving consumers waiting."""
@@ -251,7 +260,7 @@ class RequestGroup:
         self.completions: dict[int, Completion] = {}  # of the requests that ended
         self._engine = engine
         self._loop = loop
-        self._events: asyncio.Queue[tuple[TokenEvent, Completion | None]] = asyncio.Queue()
+        self._events: asyncio.Queue[Delivered] = asyncio.Queue()
         self._known: list[int] = []  # filled by the engine's thread
 
     def __aiter__(self) -> Self:
@@ -282,4 +291,9 @@ class RequestGroup:
         self.close()
 
     def _deliver(self, event: TokenEvent, done: Completion | None) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, (event, done))
+        self._engine._posts.setdefault(self._loop, []).append((self._events, (event, done)))
+
+
+def _put_all(posts: list[_Post]) -> None:
+    for events, delivered in posts:
+        events.put_nowait(delivered)

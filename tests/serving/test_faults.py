@@ -204,7 +204,7 @@ def test_a_defect_of_the_engine_is_said_and_makes_the_server_unready(
         def broken(_: Any) -> Any:
             raise ZeroDivisionError("a bug")
 
-        server.engine._rounds.target.step = broken  # type: ignore[method-assign]
+        server.engine._rounds.target.step = broken  # type: ignore[method-assign, assignment]
         answer = HTTP.post(f"{server.url}/v1/completions", json=LONG)
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "generation_failed"
