@@ -5,6 +5,9 @@ the engine builder read it; nothing else types these names.
 Symbolic dimensions: `batch` requests, `capacity` cache rows, `rows` flattened target rows T,
 `padded` rows per request around attention L, `logit_rows` rows whose logits are asked for,
 `context_rows` taps appended by one prefill call, `slots` rows of a host's block.
+
+A context row is the taps of one position. A chain drafter (Eagle3) pairs them with the token behind that
+position, whose id is one more column; the token behind the last new row is the anchor.
 """
 
 from dataclasses import dataclass
@@ -71,7 +74,7 @@ def _with_caches(
 
 def context_bindings(config: DraftConfig, dtype: str) -> GraphBindings:
     inputs = (
-        Binding("taps", "float32", ("batch", "context_rows", config.tap_size)),
+        Binding("taps", "float32", ("batch", "context_rows", config.context_size)),
         Binding("context_len", "int64", ("batch",)),
     )
     return _with_caches(config.decoder, dtype, inputs, ())
@@ -80,7 +83,7 @@ def context_bindings(config: DraftConfig, dtype: str) -> GraphBindings:
 def _block_inputs(config: DraftConfig) -> tuple[Binding, ...]:
     return (
         Binding("anchor_ids", "int64", ("batch",)),
-        Binding("new_taps", "float32", ("batch", config.gamma + 1, config.tap_size)),
+        Binding("new_taps", "float32", ("batch", config.gamma + 1, config.context_size)),
         Binding("new_len", "int64", ("batch",)),
         Binding("context_len", "int64", ("batch",)),
     )

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
+MOST_CHAIN_TOKENS = 1 << 24  # integers that float32 holds exactly
+
 
 class HeadType(StrEnum):
     """Sequential heads of the paper (section 3.1); NONE is plain DFlash (``markov_rank`` 0)."""
@@ -229,8 +231,15 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChainConfig:
+    """Eagle3: one layer that drafts token by token, each step from the hidden state of the one before."""
+
+    normed_residual: bool = False  # the layer's residual is the normed hidden state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """A DSpark or DFlash drafter, whatever format it came from."""
+    """A DSpark, DFlash or Eagle3 drafter, whatever format it came from."""
 
     decoder: DecoderConfig
     block_slots: int  # backbone inputs a round: anchor + masks
@@ -245,6 +254,7 @@ class DraftConfig:
     confidence_bias: bool = True
     window_rule: WindowRule = WindowRule.SLOT  # where decoder.windows has one
     draft_vocab_size: int | None = None  # tokens it can draft; None: all of decoder.vocab_size
+    chain: ChainConfig | None = None  # None: a block of slots
 
     def __post_init__(self) -> None:
         if self.gamma < 1:
@@ -255,6 +265,11 @@ class DraftConfig:
             )
         if self.confidence is ConfidenceInput.HIDDEN_MARKOV and self.markov_rank == 0:
             raise ValueError("a confidence head with Markov features needs markov_rank > 0")
+        if self.chain is not None and self.decoder.vocab_size > MOST_CHAIN_TOKENS:
+            raise ValueError(
+                f"vocab_size {self.decoder.vocab_size} exceeds the {MOST_CHAIN_TOKENS} ids that context "
+                "rows of a chain can hold"
+            )
         if not 1 <= self.head_vocab_size <= self.decoder.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} must lie in 1..{self.decoder.vocab_size}"
@@ -279,6 +294,11 @@ class DraftConfig:
         """m·H: width of one row of taps."""
         return len(self.target_layer_ids) * self.target_hidden_size
 
+    @property
+    def context_size(self) -> int:
+        """Width of one context row: taps, and for a chain the id of the token behind the row."""
+        return self.tap_size + (self.chain is not None)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -292,6 +312,7 @@ class DraftConfig:
                 "target_layer_ids": tuple(data["target_layer_ids"]),
                 "head_type": HeadType(data["head_type"]),
                 "confidence": ConfidenceInput(data["confidence"]),
+                "chain": None if data.get("chain") is None else ChainConfig(**data["chain"]),
                 "window_rule": WindowRule(data.get("window_rule", WindowRule.SLOT)),
             }
         )

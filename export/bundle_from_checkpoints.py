@@ -38,8 +38,8 @@ from dspark_trt.export.weights import WeightFile
 from dspark_trt.files import new_directory
 from dspark_trt.models.loading import (
     ParameterSource,
+    draft_skeleton,
     draft_tensors,
-    drafter_skeleton,
     parameter_sources,
     reserve,
     target_skeleton,
@@ -111,7 +111,7 @@ class _Plan:
 
 def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -> _Plan:
     torch_dtype = TORCH_DTYPES[dtype]
-    drafter = drafter_skeleton(draft.config)
+    drafter = draft_skeleton(draft.config)
     sources = parameter_sources(drafter, draft_tensors(draft, target), torch_dtype)
     reserve(drafter, sources)
     graphs = draft_graphs(drafter, dtype)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dspark_trt import bindings
 from dspark_trt.bindings import Binding, GraphBindings
 from dspark_trt.config import ConfidenceInput, DraftConfig, HeadType
+from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.target import Target
 from dspark_trt.models.vocabulary import UNDRAFTABLE
@@ -93,9 +94,28 @@ class _ConfidenceHead(nn.Module):
         return (self.confidence_head(hidden, features),)
 
 
-def draft_graphs(drafter: Drafter, dtype: str) -> list[Graph]:
-    """The drafter's graphs, fused and in parts; a head the drafter lacks has no graph."""
+class _ChainContext(ChainDrafter):
+    """A chain's modules under their own names, of which only what context rows need is used."""
+
+    def __init__(self, drafter: ChainDrafter) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(drafter.__dict__)
+
+    def forward(self, taps: Tensor, context_len: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(self.append_context(taps, context_len, *caches))
+
+
+def draft_graphs(drafter: Drafter | ChainDrafter, dtype: str) -> list[Graph]:
+    """The drafter's graphs, fused and in parts; a head the drafter lacks has no graph, and a chain has no
+    parts.
+    """
     config = drafter.config
+    if isinstance(drafter, ChainDrafter):
+        context = bindings.context_bindings(config, dtype)
+        return [
+            Graph("context", _ChainContext(drafter), context),
+            Graph("draft", drafter, bindings.draft_bindings(config, dtype)),
+        ]
     graphs = [
         Graph("context", _Context(drafter), bindings.context_bindings(config, dtype)),
         Graph("draft", drafter, bindings.draft_bindings(config, dtype)),

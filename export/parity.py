@@ -20,7 +20,7 @@ from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, source_hash
 from dspark_trt.errors import BackendError, CheckpointError
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
 from dspark_trt.export.verify_cases import Arrays, verify_cases
-from dspark_trt.models.loading import load_drafter, load_target
+from dspark_trt.models.loading import load_draft, load_target
 from dspark_trt.models.stored_weights import StoredWeights
 from dspark_trt.models.vocabulary import UNDRAFTABLE
 from dspark_trt.plugins.specification import verify_rejection
@@ -91,9 +91,9 @@ def _graphs(
     dtype, stored = TORCH_DTYPES[bundle.dtype], StoredWeights(bundle)
     if draft is not None:
         _check_source(draft, bundle.draft_source)
-        drafter = load_drafter(draft, target, dtype)
+        drafter = load_draft(draft, target, dtype)
     else:
-        drafter = stored.drafter()
+        drafter = stored.draft_module()
     graphs = draft_graphs(drafter, bundle.dtype)
     if bundle.target is None:
         return graphs

@@ -126,6 +126,7 @@ class Engine:
             max_context_tokens=bundle.max_context_tokens,
             vocab=self._vocab,
             tap_size=bundle.draft.tap_size,
+            is_chain=bundle.draft.chain is not None,
             strict_margin=options.strict_margin,
         )
         self._waiting = WaitingQueue(
@@ -443,8 +444,10 @@ class Engine:
         rounds = self._rounds
         rounds.target.write_rows(row, found.target)
         rounds.drafter.write_rows(row, found.drafter)
-        rounds.table.target_len[row] = rounds.table.draft_len[row] = found.length
-        sequence.prefilled = sequence.cached = found.length
+        # A chain's last row was made with the token that stood behind it in another prompt.
+        length = found.length - (self.bundle.draft.chain is not None)
+        rounds.table.target_len[row] = rounds.table.draft_len[row] = length
+        sequence.prefilled = sequence.cached = length
 
     def _store_prefix(self, sequence: Sequence) -> None:
         if self._prefixes is None:
@@ -453,6 +456,7 @@ class Engine:
         length = self._prefixes.usable_length(prompt)
         if length:
             row = self._rounds.active.index(sequence)
+            self._rounds.settle(row)
             target = self._rounds.target.read_rows(row, length)
             drafter = self._rounds.drafter.read_rows(row, length)
             self._prefixes.store(prompt, PrefixRows(length, target, drafter))

@@ -96,13 +96,17 @@ class Rounds:
         max_context_tokens: int,
         vocab: int,
         tap_size: int,
+        is_chain: bool = False,
         strict_margin: float = 0.0,
     ) -> None:
         self.active: list[Sequence] = []  # position is cache row
         self.planner = planner
         self.drafter, self.target = drafter, target
         self._capacity_of = target if isinstance(target, PaysCapacity) else None
-        self.table = RowTable(rows=max_batch, gamma=planner.gamma, tap_size=tap_size)
+        self.table = RowTable(rows=max_batch, gamma=planner.gamma, tap_size=tap_size + is_chain)
+        self._is_chain = (
+            is_chain  # context rows name the token behind them, the last is sent again
+        )
         self._verifier = verifier
         self._window = window
         self._gamma = planner.gamma
@@ -279,8 +283,11 @@ class Rounds:
                 uniforms=table.draft_uniforms[:batch],
             )
         )
-        table.draft_len[:batch] += table.new_len[:batch]  # they are cached now
-        table.new_len[:batch] = 0
+        if self._is_chain:
+            self._keep_last_rows(batch)
+        else:
+            table.draft_len[:batch] += table.new_len[:batch]  # they are cached now
+            table.new_len[:batch] = 0
         return _Draft(output, drafted[:batch])
 
     def _plan(self, decoding: Bools, draft: _Draft | None) -> tuple[PlannedRound | None, Ints]:
@@ -450,10 +457,16 @@ class Rounds:
             return
         accepted = int(verified.accepted[row])
         was_prefilling = sequence.is_prefilling
+        if self._is_chain:
+            count = len(taps) if was_prefilling else max(accepted + 1, 0)
+            taps = self._with_next_tokens(sequence, verified.tokens[row], taps[:count])
         if was_prefilling:
             sequence.prefilled += len(taps)
             table.target_len[row] += len(taps)
-            self._append_taps(row, taps)
+            if self._is_chain:
+                self._keep_taps(row, taps)
+            else:
+                self._append_taps(row, taps)
             self._rebase(row, taps)
             if sequence.is_prefilling:
                 return
@@ -486,11 +499,46 @@ class Rounds:
         """Taps of committed rows wait for the next draft step; too many of them go through `context`."""
         table = self.table
         held = int(table.new_len[row])
-        if held + len(taps) > self._gamma + 1:
+        if self._is_chain:
+            # The last row goes through the draft step: what it puts out starts the chain.
+            rows = np.concatenate((table.new_taps[row, :held], taps))
+            done = max(len(rows) - (self._gamma + 1), 0)
+            if done:
+                self._append_taps(row, rows[:done])
+            taps, held = rows[done:], 0
+        elif held + len(taps) > self._gamma + 1:
             self._append_taps(row, table.new_taps[row, :held])
             held = 0
         table.new_taps[row, held : held + len(taps)] = taps
         table.new_len[row] = held + len(taps)
+
+    def _with_next_tokens(
+        self, sequence: Sequence, verified: Ints, taps: Floats
+    ) -> Floats:  # [n, m*H] -> [n, m*H + 1]
+        """Taps and the token behind each: of the prompt, then of what was just verified."""
+        tokens = verified[: len(taps)]
+        if sequence.is_prefilling:
+            prompt = sequence.request.prompt_ids
+            known = prompt[sequence.prefilled + 1 : sequence.prefilled + 1 + len(taps)]
+            tokens = np.concatenate((known, verified))[: len(taps)].astype(np.int64)
+        return np.concatenate((taps, tokens[:, None].astype(np.float32)), axis=1)
+
+    def _keep_last_rows(self, batch: int) -> None:
+        """Behind a draft step: all rows but the last count as cached, so that a chain can always start."""
+        table = self.table
+        rows = np.flatnonzero(table.new_len[:batch])
+        last = table.new_len[rows] - 1
+        table.new_taps[rows, 0] = table.new_taps[rows, last]
+        table.draft_len[rows] += last
+        table.new_len[rows] = 1
+
+    def settle(self, row: int) -> None:
+        """Bring all rows but the last into the drafter's cache, before they are copied from there."""
+        held = int(self.table.new_len[row])
+        if self._is_chain and held > 1:
+            rows = self.table.new_taps[row, :held].copy()
+            self._append_taps(row, rows[:-1])
+            self.table.new_taps[row, 0], self.table.new_len[row] = rows[-1], 1
 
     def _append_taps(self, row: int, taps: Floats) -> None:
         self.drafter.append(row, taps, int(self.table.draft_len[row]))
@@ -502,7 +550,10 @@ class Rounds:
         table, slot = self.table, self.active[row].slot
         self._window.remember(slot, new_taps)
         latest = self._window.rebased(slot, int(table.draft_len[row] + table.new_len[row]))
-        if latest is not None:
+        if latest is not None and self._is_chain:
+            table.draft_len[row] = table.new_len[row] = 0
+            self._keep_taps(row, latest)
+        elif latest is not None:
             self.drafter.append(row, latest, 0)
             table.draft_len[row], table.new_len[row] = len(latest), 0
 

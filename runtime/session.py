@@ -55,6 +55,11 @@ class DraftSession:
     def __init__(self, backend: Backend, slots: int) -> None:
         if slots < 1:
             raise RequestError(f"slots must be at least 1, got {slots}")
+        if backend.bundle.draft.chain is not None:
+            raise RequestError(
+                f"{backend.bundle.path} holds an Eagle3 drafter, whose context rows name the tokens behind "
+                "them: sessions do not take those yet, the engine does"
+            )
         self.bundle = backend.bundle
         self.config = backend.bundle.draft
         self.calibration = load_calibration(backend.bundle)

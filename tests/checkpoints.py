@@ -183,6 +183,84 @@ def gemma_weights(
     return weights
 
 
+EAGLE3_LAYOUTS = ("deepspec", "authors", "speculators")
+
+
+def write_eagle3_draft(
+    path: Path,
+    *,
+    layout: str = "deepspec",
+    qk_norm: bool = True,
+    owns_embedding: bool = True,
+    drafted: Sequence[int] | None = None,
+    normed_residual: bool = False,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write an Eagle3 drafter of one layer in one of ``EAGLE3_LAYOUTS``; ``gamma`` steps were trained."""
+    sizes = Dims(**{"layers": 1, **dims})
+    weights = eagle3_weights(sizes, qk_norm=qk_norm, seed=seed)
+    if not owns_embedding:
+        del weights["embed_tokens.weight"]
+    aux = [layer + 1 for layer in sizes.target_layer_ids]
+    match layout:
+        case "deepspec":
+            settings = sizes.decoder_json() | {
+                "architectures": ["Qwen3Eagle3Model"],
+                "num_target_layers": sizes.target_layers,
+                "target_layer_ids": list(sizes.target_layer_ids),
+                "ttt_length": sizes.gamma,
+            }
+        case "authors":
+            settings = sizes.decoder_json() | {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "model_type": "llama",
+                "draft_vocab_size": sizes.vocab,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": aux},
+            }
+            weights = {n.replace("layers.0.", "midlayer."): t for n, t in weights.items()}
+        case "speculators":
+            settings = {
+                "architectures": ["Eagle3Speculator"],
+                "speculators_model_type": "eagle3",
+                "transformer_layer_config": sizes.decoder_json(),
+                "draft_vocab_size": sizes.vocab,
+                "norm_before_residual": normed_residual,
+                "eagle_aux_hidden_state_layer_ids": aux,
+                "speculators_config": {
+                    "algorithm": "eagle3",
+                    "proposal_methods": [{"speculative_tokens": sizes.gamma}],
+                },
+            }
+        case _:
+            raise ValueError(layout)
+    if layout != "deepspec":
+        weights["t2d"] = torch.ones(sizes.vocab, dtype=torch.bool)
+        weights["d2t"] = torch.zeros(sizes.vocab, dtype=torch.int64)
+    if drafted is not None:
+        settings["draft_vocab_size"] = len(drafted)
+        _reduce_vocabulary(weights, drafted)
+    _write_json(path / "config.json", settings | (config or {}))
+    _write_weights(path, weights, "float32", 1)
+    return path
+
+
+def eagle3_weights(sizes: Dims, *, qk_norm: bool = True, seed: int = 0) -> Weights:
+    """Random weights of an Eagle3 drafter under DeepSpec's names, float32."""
+    shapes = _decoder_weights(sizes, qk_norm=qk_norm, bias=False)
+    for name in "qkv":
+        rows, columns = shapes[f"layers.0.self_attn.{name}_proj.weight"]
+        shapes[f"layers.0.self_attn.{name}_proj.weight"] = (rows, 2 * columns)
+    shapes |= {
+        "embed_tokens.weight": (sizes.vocab, sizes.hidden),
+        "lm_head.weight": (sizes.vocab, sizes.hidden),
+        "fc.weight": (sizes.hidden, len(sizes.target_layer_ids) * sizes.target_hidden),
+        "layers.0.hidden_norm.weight": (sizes.hidden,),
+    }
+    return _random(shapes, seed)
+
+
 def write_target(
     path: Path,
     *,

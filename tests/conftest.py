@@ -19,6 +19,7 @@ DRAFTERS = {
     "dspark-vanilla": ROOT / "examples" / "tiny" / "drafter",
     "dspark-rnn": DATA / "drafters" / "dspark-rnn",
     "dflash": DATA / "drafters" / "dflash",
+    "eagle3": DATA / "drafters" / "eagle3",
 }
 
 ExportBundle = Callable[..., Bundle]

@@ -35,6 +35,8 @@ _REWRITTEN = frozenset({
 def inexpressible(config: DraftConfig, dialect_name: str) -> list[str]:
     """What this drafter has and the dialect has no words for."""
     faults = []
+    if config.chain is not None:
+        faults.append("Eagle3 (a chain instead of a block)")
     in_place = config.slot_semantics is SlotSemantics.IN_PLACE
     if dialect_name in (DEEPSPEC.name, SPECFORGE.name) and in_place:
         faults.append("slots in place (its slot 0 always predicts)")

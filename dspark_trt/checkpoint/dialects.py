@@ -65,9 +65,6 @@ MODEL_OPTIMIZER = Dialect(
 # Layouts with other mathematics: name -> does this tensor give it away?
 _REFUSED: dict[str, Callable[[str], bool]] = {
     "DeepSeek-V4 mtp": lambda key: key.startswith("mtp."),
-    "Eagle3": lambda key: key.startswith("midlayer.") or (
-        key.startswith("layers.") and key.endswith(".hidden_norm.weight")
-    ),
     "DFlash2": lambda key: key.startswith(("dflash.conv_", "selector_")),
 }  # fmt: skip
 

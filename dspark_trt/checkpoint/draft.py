@@ -13,6 +13,7 @@ from dspark_trt.checkpoint.accounting import account_for, rename
 from dspark_trt.checkpoint.block import read_block
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
 from dspark_trt.checkpoint.dialects import SPECULATORS, Dialect, recognise
+from dspark_trt.checkpoint.eagle3 import eagle3_sign, read_eagle3
 from dspark_trt.checkpoint.fields import DRAFT_PLACES, Fields
 from dspark_trt.checkpoint.gemma import gemma_draft_decoder, is_gemma
 from dspark_trt.checkpoint.heads import (
@@ -51,6 +52,8 @@ def read_draft(
         read_json(folder / "config.json"), folder / "config.json", nested=DRAFT_PLACES
     )
     files = read_tensors(folder)
+    if (shown := eagle3_sign(fields, files)) is not None:
+        return read_eagle3(folder, fields, files, shown, overrides)
     dialect, sign = recognise(fields, files)
     notes = Notes()
     notes.decide("format", dialect.name, sign)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, TensorRef
 from dspark_trt.config import DraftConfig, TargetConfig
 from dspark_trt.errors import CheckpointError
+from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.target import Target
 from dspark_trt.models.vocabulary import column_index
@@ -27,7 +28,12 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _EXPERTS = ".experts"  # their matrices are side by side in a module
-_FLOAT32_PARTS = ("norm", "confidence_head", "mlp.gate.", "layer_scalar")  # tiny, and where 16 bits hurt
+_FLOAT32_PARTS = (
+    "norm",
+    "confidence_head",
+    "mlp.gate.",
+    "layer_scalar",
+)  # tiny, and where 16 bits hurt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,19 @@ class VocabularySource(ParameterSource):
         return column_index(self.parts[0].load(), self.vocab_size)
 
 
-def drafter_skeleton(config: DraftConfig) -> Drafter:
-    """The drafter's modules without weights (meta device; rotary tables are real)."""
+def draft_skeleton(config: DraftConfig) -> Drafter | ChainDrafter:
+    """A drafter's modules without weights (meta device; rotary tables are real)."""
     with torch.device("meta"):
+        if config.chain is not None:
+            return ChainDrafter(config).eval().requires_grad_(False)
         return Drafter(config).eval().requires_grad_(False)
+
+
+def drafter_skeleton(config: DraftConfig) -> Drafter:
+    """The modules of a drafter that drafts blocks."""
+    module = draft_skeleton(config)
+    assert isinstance(module, Drafter)
+    return module
 
 
 def target_skeleton(config: TargetConfig, target_layer_ids: tuple[int, ...]) -> Target:
@@ -155,15 +170,26 @@ def _loaded(sources: Mapping[str, ParameterSource]) -> dict[str, Tensor]:
     return {name: tensors[source] for name, source in sources.items()}
 
 
+def load_draft(
+    draft: DraftCheckpoint,
+    target: TargetCheckpoint | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Drafter | ChainDrafter:
+    """A drafter with its weights, on the CPU."""
+    module = draft_skeleton(draft.config)
+    sources = parameter_sources(module, draft_tensors(draft, target), dtype)
+    fill(module, _loaded(sources))
+    return module
+
+
 def load_drafter(
     draft: DraftCheckpoint,
     target: TargetCheckpoint | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Drafter:
-    """The drafter with its weights, on the CPU."""
-    module = drafter_skeleton(draft.config)
-    sources = parameter_sources(module, draft_tensors(draft, target), dtype)
-    fill(module, _loaded(sources))
+    """`load_draft` of a drafter that drafts blocks."""
+    module = load_draft(draft, target, dtype)
+    assert isinstance(module, Drafter)
     return module
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from dspark_trt.bindings import TRANSPOSED_SUFFIX
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import BundleError
+from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
-from dspark_trt.models.loading import drafter_skeleton, fill, target_skeleton
+from dspark_trt.models.loading import draft_skeleton, fill, target_skeleton
 from dspark_trt.models.target import Target
 
 if TYPE_CHECKING:
@@ -31,12 +32,22 @@ class StoredWeights:
         self._seen: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
     def drafter(self) -> Drafter:
-        """The drafter with its weights.
+        """The drafter with its weights, if it drafts blocks.
 
         Raises:
             BundleError: no graph holds a parameter.
         """
-        module = drafter_skeleton(self._bundle.draft)
+        module = self.draft_module()
+        assert isinstance(module, Drafter)
+        return module
+
+    def draft_module(self) -> Drafter | ChainDrafter:
+        """The drafter with its weights, of either kind.
+
+        Raises:
+            BundleError: no graph holds a parameter.
+        """
+        module = draft_skeleton(self._bundle.draft)
         fill(module, self._of(("draft", "context"), module))
         return module if self._device is None else module.to(self._device)
 

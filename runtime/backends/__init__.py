@@ -16,6 +16,7 @@ from dspark_trt.runtime.backends.interface import (
 
 __all__ = ["BACKENDS", "Backend", "open_backend"]
 
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 BACKENDS = ("onnxruntime", "torch", "tensorrt", "tensorrt-rtx")
 
 
@@ -28,6 +29,10 @@ def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = Non
         BundleError: the bundle has no engines for this backend, library version and GPU.
     """
     options = options or BackendOptions()
+    if bundle.draft.chain is not None and name in ("torch", "tensorrt", "tensorrt-rtx"):
+        raise BackendError(
+            f"{bundle.path} holds an Eagle3 drafter, which runs on onnxruntime only so far, not on {name}"
+        )
     match name:
         case "onnxruntime":
             return _ort_backend(bundle, options)
@@ -63,11 +68,10 @@ class OrtBackend:
 
 
 def _ort_backend(bundle: Bundle, options: BackendOptions) -> Backend:
-    if any(provider != "CPUExecutionProvider" for provider in options.providers):
+    if foreign := sorted(set(options.providers) - {CPU, CUDA}):
         raise BackendError(
-            f"onnxruntime's {', '.join(options.providers)}: only CPUExecutionProvider is supported, because "
-            "this backend keeps caches in host memory, and others would copy them in every step. "
-            "On a GPU use backend torch, tensorrt or tensorrt-rtx."
+            f"onnxruntime's {', '.join(foreign)}: only {CPU} and {CUDA} are supported, because caches have "
+            "to be bound where they lie. On a GPU, backend tensorrt or tensorrt-rtx runs engines."
         )
     if bundle.dtype == "bfloat16":
         raise BackendError(
@@ -76,6 +80,10 @@ def _ort_backend(bundle: Bundle, options: BackendOptions) -> Backend:
         )
     if options.threads is None:
         options = replace(options, threads=_threads_for(bundle))
+    if CUDA in options.providers:
+        from dspark_trt.runtime.backends.ort_device_backend import OrtDeviceBackend
+
+        return OrtDeviceBackend(bundle, options)
     return OrtBackend(bundle, options)
 
 
