@@ -29,9 +29,9 @@ def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = Non
         BundleError: the bundle has no engines for this backend, library version and GPU.
     """
     options = options or BackendOptions()
-    if bundle.draft.chain is not None and name in ("torch", "tensorrt", "tensorrt-rtx"):
+    if bundle.draft.chain is not None and name in ("tensorrt", "tensorrt-rtx"):
         raise BackendError(
-            f"{bundle.path} holds an Eagle3 drafter, which runs on onnxruntime only so far, not on {name}"
+            f"{bundle.path} holds an Eagle3 drafter, which runs on onnxruntime and torch so far, not on {name}"
         )
     match name:
         case "onnxruntime":

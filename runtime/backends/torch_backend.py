@@ -14,6 +14,7 @@ from torch import Tensor
 from dspark_trt.bundle import Bundle
 from dspark_trt.config import DecoderConfig, DraftConfig, TargetConfig
 from dspark_trt.errors import BackendError
+from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.stored_weights import StoredWeights
 from dspark_trt.models.target import Target
@@ -146,7 +147,9 @@ class DeviceParts:
         graphs = self.graphs("verify", steps.verify, ("verify.accepted", "verify.tokens"))
         return DeviceVerifier(self.buffers, graphs, self.buckets, self._top_logprobs)
 
-    def module_steps(self, drafter: Drafter | None, target: Target | None) -> ModuleSteps:
+    def module_steps(
+        self, drafter: Drafter | ChainDrafter | None, target: Target | None
+    ) -> ModuleSteps:
         return ModuleSteps(
             drafter=drafter,
             target=target,
@@ -198,8 +201,8 @@ class TorchBackend:
         )
 
     @cached_property
-    def _drafter(self) -> Drafter:
-        return self._weights.drafter()
+    def _drafter(self) -> Drafter | ChainDrafter:
+        return self._weights.draft_module()
 
     @cached_property
     def _target(self) -> Target:

@@ -95,12 +95,12 @@ class DeviceDraftModel(DeviceModel):
         self._has_confidence = "draft.confidence_logits" in buffers.host
 
     def _run_once(self, batch: int) -> None:
-        gamma, taps = self._config.gamma, self._config.tap_size
+        gamma, width = self._config.gamma, self._config.context_size
         ones = np.ones(batch, np.int64)
         self.draft(
             DraftInputs(
                 anchor_ids=ones * 0,
-                new_taps=np.ones((batch, gamma + 1, taps), np.float32),
+                new_taps=np.ones((batch, gamma + 1, width), np.float32),
                 new_len=ones,
                 context_len=ones,
                 temperature=np.ones(batch, np.float32),

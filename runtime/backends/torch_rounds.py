@@ -93,6 +93,11 @@ class DeviceRounds:
     """
 
     def __init__(self, parts: DeviceParts, steps: Steps) -> None:
+        """Raises RequestError for a chain drafter, whose context rows the host makes."""
+        if parts.draft_config.chain is not None:
+            raise RequestError(
+                "an Eagle3 drafter runs in the engine, not in rounds on the device"
+            )
         self._parts, self._steps, self._buffers = parts, steps, parts.buffers
         self._gamma = parts.draft_config.gamma
         assert parts.target_caches is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from dspark_trt import bindings
 from dspark_trt.bindings import Binding, GraphBindings
 from dspark_trt.config import DraftConfig, TargetConfig
+from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.fixed_shapes import Sampler, fixed_shapes
 from dspark_trt.models.target import Target
@@ -119,7 +120,7 @@ class ModuleSteps:
     def __init__(
         self,
         *,
-        drafter: Drafter | None,
+        drafter: Drafter | ChainDrafter | None,
         target: Target | None,
         buffers: StaticBuffers,
         draft_caches: DeviceCaches,
@@ -160,7 +161,10 @@ class ModuleSteps:
         caches = (cache[row : row + 1] for cache in self._draft_caches.tensors)
         context_len = torch.full((1,), start, dtype=torch.int64, device=taps.device)
         with torch.no_grad():
-            self._drafter.backbone.append_context(taps[None], context_len, *caches)
+            if isinstance(self._drafter, ChainDrafter):
+                self._drafter.append_context(taps[None], context_len, *caches)
+            else:
+                self._drafter.backbone.append_context(taps[None], context_len, *caches)
 
     def target(self, key: GraphKey) -> None:
         buffers, (batch, rows) = self._buffers, key

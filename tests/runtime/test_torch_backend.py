@@ -55,7 +55,7 @@ def generate(
     return done
 
 
-@pytest.mark.parametrize("drafter", ["dspark-vanilla", "dspark-rnn", "dflash"])
+@pytest.mark.parametrize("drafter", ["dspark-vanilla", "dspark-rnn", "dflash", "eagle3"])
 def test_tokens_are_those_of_onnxruntime(drafter: str, fixture_bundle: ExportBundle) -> None:
     """Greedy and seeded, filters and unequal prompts, more requests than rows, prompts in chunks."""
     bundle = fixture_bundle(drafter)
