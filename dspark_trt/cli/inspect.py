@@ -186,6 +186,7 @@ def _target_report(target: TargetCheckpoint) -> Report:
 
 def _sizes(decoder: DecoderConfig, tensors: Iterable[TensorRef]) -> dict[str, Any]:
     refs = list(tensors)
+    experts = decoder.experts
     return {
         "parameters": sum(ref.num_elements for ref in refs),
         "weight_bytes": sum(ref.nbytes for ref in refs),
@@ -197,6 +198,7 @@ def _sizes(decoder: DecoderConfig, tensors: Iterable[TensorRef]) -> dict[str, An
         "head_dim": decoder.head_dim,
         "vocab_size": decoder.vocab_size,
         "max_positions": decoder.max_positions,
+        **({"experts": f"{experts.per_token} of {experts.count}"} if experts else {}),
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters as wide as the published ones, one layer deep: read from files of full size, and traced.
+"""Drafters as wide as the published ones, one layer deep: read from files of full size, some also traced.
 
 Weights are holes in files and memory that nobody touches, so that none of it costs anything. Width, vocabulary,
 depth of the target, tapped layers, mask and block are those of the configurations; MLP and heads are chosen.
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_trt.checkpoint import draft_shapes, read_draft
+from dspark_trt.checkpoint import DraftCheckpoint, draft_shapes, read_draft
 from dspark_trt.config import (
     ConfidenceInput,
     DecoderConfig,
@@ -31,8 +31,6 @@ from dspark_trt.models.loading import (
     reserve,
 )
 from tests.core.test_checkpoint_robust import write_hollow
-
-pytestmark = pytest.mark.slow
 
 YARN = {
     "rope_type": "yarn",
@@ -92,12 +90,17 @@ def written(config: DraftConfig, extra: dict[str, Any]) -> dict[str, Any]:
     } | extra  # fmt: skip
 
 
-def trace(folder: Path, config: DraftConfig, settings: dict[str, Any]) -> set[str]:
-    """Operators of the draft graph, traced from a checkpoint of full size."""
+def read(folder: Path, config: DraftConfig, settings: dict[str, Any]) -> DraftCheckpoint:
     write_hollow(folder / "draft", settings, draft_shapes(config))
     draft = read_draft(folder / "draft")
     assert draft.config == config
     assert draft.warnings == ()
+    return draft
+
+
+def trace(folder: Path, config: DraftConfig, settings: dict[str, Any]) -> set[str]:
+    """Operators of the draft graph, traced from a checkpoint of full size."""
+    draft = read(folder, config, settings)
     module = draft_skeleton(draft.config)
     reserve(module, parameter_sources(module, draft_tensors(draft, None), torch.float16))
     graph = next(g for g in draft_graphs(module, "float16") if g.name == "draft")
@@ -110,6 +113,13 @@ def trace(folder: Path, config: DraftConfig, settings: dict[str, Any]) -> set[st
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read(tmp_path: Path, name: str) -> None:
+    config = described(name)
+    read(tmp_path, config, written(config, PUBLISHED[name][-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3.6-27b", "kimi-k3"])  # the longest block, the widest
 def test_published_widths(tmp_path: Path, name: str) -> None:
     config = described(name)
     operators = trace(tmp_path, config, written(config, PUBLISHED[name][-1]))
@@ -118,6 +128,7 @@ def test_published_widths(tmp_path: Path, name: str) -> None:
     assert not operators & {"NonZero", "Loop", "If"}
 
 
+@pytest.mark.slow
 def test_gemma4_12b(tmp_path: Path) -> None:
     hidden, vocab = 3840, 262_144
     config = DraftConfig(
