@@ -70,6 +70,7 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
     assert modules == installed_names()
     assert [key[0] for key, count in contents.items() if count > 1] == []
     assert "dspark_trt/py.typed" in names
+    assert "dspark_trt/runtime/serving/ui/page.html" in names
     assert [n for n in names if n.endswith("licenses/LICENSE")]
     assert "License-Expression: Apache-2.0" in metadata
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"dspark_trt"}
