@@ -22,10 +22,12 @@ def plain_rounds_spent(
     drafted: ArrayLike,  # the same shape; whether the request drafted at all
     *,
     context_tokens: float | None = None,
+    alone: bool = False,
 ) -> Floats:  # the same shape
     """What drafting and verification cost each request beyond its plain round.
 
-    The draft step is shared by those that drafted, the longer target step by verified tokens.
+    The draft step is shared by those that drafted, the longer target step by verified tokens. ``alone``:
+    what a request would save that stops while the others go on: of the draft step, the last row.
     """
     verified = np.asarray(lengths, dtype=np.int64)
     took_part = np.asarray(drafted, dtype=np.float64)
@@ -37,9 +39,18 @@ def plain_rounds_spent(
     seconds = step[tokens]
     if table.pays_longest:
         seconds = np.maximum(seconds, _padded(table, verified, context_tokens))
-    drafting = took_part.sum(axis=-1, keepdims=True)
-    draft = [table.draft_cost(int(count), context_tokens) for count in drafting.flat]
-    spent = took_part * np.reshape(draft, drafting.shape) / np.maximum(drafting, 1.0)
+    last = (
+        (took_part * np.arange(1, requests + 1)).max(axis=-1).astype(np.int64)
+    )  # rows it runs
+    draft = np.array([table.draft_cost(int(rows), context_tokens) for rows in last.flat])
+    if alone:
+        fewer = [
+            table.draft_cost(int(rows), context_tokens) for rows in (last - 1).clip(0).flat
+        ]
+        share = draft - fewer
+    else:
+        share = draft / np.maximum(took_part.sum(axis=-1), 1.0).reshape(-1)
+    spent = took_part * share.reshape(last.shape)[..., None]
     spent += verified * (seconds - step[0]) / np.maximum(tokens, 1)
     return np.asarray(spent * requests / step[0])
 
@@ -78,6 +89,31 @@ def fixed_length_speed(
     seconds = seconds[::requests].copy()
     seconds[1:] += table.draft_cost(requests, context_tokens)
     return np.asarray(tokens / seconds)
+
+
+def expected_gain(
+    table: CostModel,
+    conditional: ArrayLike,  # [K]
+    *,
+    requests: int,
+    context_tokens: float | None = None,
+) -> tuple[float, float]:
+    """Mean and variance of accepted drafts minus plain rounds spent, for one of R requests at the best
+    fixed length.
+    """
+    survival = np.cumprod(np.asarray(conditional, dtype=np.float64))
+    speed = fixed_length_speed(
+        table, conditional, requests=requests, context_tokens=context_tokens
+    )
+    length = 1 + int(speed[1:].argmax())
+    likely = survival[:length]
+    accepted = float(likely.sum())
+    # E[a²] of a count a is Σ (2k − 1) P(a ≥ k).
+    squared = float((likely * (2 * np.arange(length) + 1)).sum())
+    spent = plain_rounds_spent(
+        table, np.full(requests, length), np.ones(requests), context_tokens=context_tokens
+    )
+    return accepted - float(spent[0]), squared - accepted**2
 
 
 def recommended_length(

@@ -44,8 +44,7 @@ class Bypass:
 
     A useless drafter costs about ``trust · trust_rounds`` plain rounds until it is stopped, and
     then at most ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its
-    loss back at that rate, and by twice that after the next one if nothing at all was accepted. A load
-    seen for the first time starts from what the nearest one taught.
+    loss back at that rate, and by twice that after the next one if nothing at all was accepted.
     """
 
     certainty: float = 1.5  # standard errors
@@ -57,6 +56,8 @@ class Bypass:
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
     shared_memory: float = 0.998  # the same, in the accounts of all requests
     inherited_rounds: float = 16.0  # what another load taught counts for so many rounds at most
+    # Mean and variance of the gain at 1, 2, 4, .. running requests, where known beforehand; weighs as much.
+    expected: tuple[tuple[float, float], ...] = ()
 
     def start(self, slots: int) -> BypassState:
         """Nothing known about ``slots`` empty slots."""
@@ -101,22 +102,29 @@ class Bypass:
         *,
         drafted: ArrayLike,  # [R] or [n, R] bool, what ``drafting`` said
         spent: ArrayLike,  # the same shape; plain rounds, break_even.plain_rounds_spent
+        alone: ArrayLike,  # the same shape; what each would save by stopping alone
         accepted: ArrayLike,  # the same shape; accepted drafts
     ) -> BypassState:
         """The accounts after a round, or after n rounds of the same requests."""
         took_part = np.atleast_2d(np.asarray(drafted, dtype=np.float64))
-        cost, kept = np.atleast_2d(spent) * took_part, np.atleast_2d(accepted) * took_part
+        cost, own_cost = np.atleast_2d(spent) * took_part, np.atleast_2d(alone) * took_part
+        kept = np.atleast_2d(accepted) * took_part
         rows = np.asarray(slots, dtype=np.int64)
         shared = _shared_column(state, rows.size)
         columns = np.stack(state)
-        _inherit(columns, shared, _nearest_known(state, shared), self.inherited_rounds)
-        gain = kept - cost
+        self._inherit(columns, shared, _nearest_known(state, shared))
+        gain, own_gain = kept - cost, kept - own_cost
         # A level counts every drafted request, and waits by rounds in which anyone drafted.
-        sums = [_own_and_all(values.sum(axis=0)) for values in (took_part, gain, gain * gain)]
+        sums = [
+            np.append(own.sum(axis=0), together.sum())
+            for own, together in (
+                (took_part, took_part), (own_gain, gain), (own_gain * own_gain, gain * gain),
+            )
+        ]  # fmt: skip
         drafted_rounds = np.append(sums[0][:-1], took_part.any(axis=1).sum())
         each = np.maximum(sums[0], 1.0)
-        mean_cost = _own_and_all(cost.sum(axis=0)) / each
-        mean_kept = _own_and_all(kept.sum(axis=0)) / each
+        mean_cost = np.append(own_cost.sum(axis=0), cost.sum()) / each
+        mean_kept = np.append(kept.sum(axis=0), kept.sum()) / each
         forget = self.memory**drafted_rounds
         forget[-1] = self.shared_memory ** (sums[0][-1] / max(rows.size, 1))
         places = np.append(rows, shared)
@@ -134,6 +142,20 @@ class Bypass:
         columns[5, places] = stopped
         return _state(columns)
 
+    def _inherit(self, columns: Floats, column: int, source: int) -> None:
+        """A load seen for the first time starts from the nearest one seen, or from what is expected."""
+        if columns[0, column]:
+            return
+        if columns[0, source]:
+            weight = min(1.0, self.inherited_rounds / columns[0, source])
+            columns[:3, column] = weight * columns[:3, source]
+            columns[4:, column] = columns[4:, source]
+        elif self.expected:
+            level = column - (columns.shape[1] - _LEVELS)
+            mean, variance = self.expected[min(level, len(self.expected) - 1)]
+            known = np.array([1.0, mean, variance + mean * mean])
+            columns[:3, column] = self.inherited_rounds * known
+
     def _loses(self, rounds: Floats, gain: Floats, squares: Floats) -> NDArray[np.bool_]:
         """Whether the mean gain, credit included, is surely not positive; [R + 1]."""
         seen = np.maximum(rounds, 1.0)
@@ -149,10 +171,6 @@ def _state(columns: Floats) -> BypassState:  # [6, S + L]
     return BypassState(*columns)
 
 
-def _own_and_all(values: Floats) -> Floats:  # [R] -> [R + 1]
-    return np.append(values, values.sum())
-
-
 def _shared_column(state: BypassState, requests: int) -> int:
     level = min(max(requests, 1).bit_length() - 1, _LEVELS - 1)
     return state.wait.size - _LEVELS + level
@@ -163,11 +181,3 @@ def _nearest_known(state: BypassState, column: int) -> int:
     first = state.wait.size - _LEVELS
     known = np.flatnonzero(state.rounds[first:]) + first
     return int(known[np.abs(known - column).argmin()]) if known.size else column
-
-
-def _inherit(columns: Floats, column: int, source: int, most_rounds: float) -> None:
-    if source == column:
-        return
-    weight = min(1.0, most_rounds / columns[0, source])
-    columns[:3, column] = weight * columns[:3, source]
-    columns[4:, column] = columns[4:, source]

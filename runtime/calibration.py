@@ -38,6 +38,7 @@ class Calibration:
     )
     temperatures: Floats  # [K] what others read: the temperature fit, also beside an affine one
     estimator: Estimator | None  # makes the logits of a drafter without a confidence head
+    acceptance: Floats | None  # [K] conditional acceptance over the rounds it was fitted on
     figures: Mapping[str, Any] = field(repr=False)  # before/after on held-out requests
 
     def __init__(
@@ -49,9 +50,12 @@ class Calibration:
         temperatures: ArrayLike | None = None,
         request_variance: float = 0.0,
         estimator: Estimator | None = None,
+        acceptance: ArrayLike | None = None,
         figures: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises TableError unless slopes and temperatures are positive, all finite, all length K."""
+        """Raises TableError unless slopes and temperatures are positive, acceptances probabilities, all
+        finite, all length K.
+        """
         slopes = _positive(slope, "slope")
         offsets = np.zeros(slopes.size) if offset is None else _finite(offset, "offset")
         others = (
@@ -64,6 +68,13 @@ class Calibration:
             )
         if not request_variance >= 0:
             raise TableError(f"request_variance must be at least 0, got {request_variance}")
+        accepted = None if acceptance is None else _finite(acceptance, "acceptance")
+        if accepted is not None and (
+            accepted.shape != slopes.shape or np.any((accepted < 0) | (accepted > 1))
+        ):
+            raise TableError(
+                f"acceptance must be {slopes.size} probabilities, got {accepted.tolist()}"
+            )
         for name, value in {
             "slope": slopes,
             "offset": offsets,
@@ -71,6 +82,7 @@ class Calibration:
             "request_variance": float(request_variance),
             "estimator": estimator,
             "temperatures": others,
+            "acceptance": accepted,
             "figures": dict(figures or {}),
         }.items():
             object.__setattr__(self, name, value)
@@ -114,6 +126,7 @@ class Calibration:
             "temperatures": self.temperatures.tolist(),
             "sts_temperatures": self.temperatures.tolist(),
             "estimator": None if self.estimator is None else self.estimator.weights.tolist(),
+            "acceptance": None if self.acceptance is None else self.acceptance.tolist(),
             "figures": dict(self.figures),
         }
 
@@ -133,6 +146,7 @@ class Calibration:
                 temperatures=spelled[0] if spelled else None,
                 request_variance=data.get("request_variance", 0.0),
                 estimator=Estimator(weights) if (weights := data.get("estimator")) else None,
+                acceptance=data.get("acceptance"),
                 figures=data.get("figures"),
             )
         if not spelled:

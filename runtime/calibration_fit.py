@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 
 from dspark_trt.errors import TableError
 from dspark_trt.runtime.calibration import Calibration, sigmoid
-from dspark_trt.runtime.calibration_metrics import BINS, by_position, calibration_error, reached
+from dspark_trt.runtime.calibration_metrics import (
+    BINS,
+    by_position,
+    calibration_error,
+    conditional_acceptance,
+    reached,
+)
 from dspark_trt.runtime.estimator import UNFITTED, Estimator, probability_features
 from dspark_trt.runtime.online_calibration import (
     RequestOffsets,
@@ -93,6 +99,7 @@ def fit_calibration(
         method=method.value,
         temperatures=[1.0 / line.slope for line in temperatures],
         request_variance=REQUEST_VARIANCE,
+        acceptance=np.nan_to_num(conditional_acceptance(halves[0].accept_prefix_mask)),
     )
     return fitted.with_figures(held_out_figures(fitted, halves[1], bins=bins))
 

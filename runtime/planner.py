@@ -11,13 +11,14 @@ while it is unknown whether drafting pays, and some together afterwards.
 Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ drafted tokens, V vocabulary.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.runtime.backends.interface import DraftOutput
-from dspark_trt.runtime.break_even import plain_rounds_spent
+from dspark_trt.runtime.break_even import expected_gain, plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.calibration import Calibration, sigmoid
 from dspark_trt.runtime.cost_model import CostModel
@@ -91,9 +92,9 @@ class Planner:
         self.calibration = calibration
         self.table = table
         self._estimator = calibration.estimator or Estimator.unfitted(calibration.gamma)
-        self._bypass = (
-            bypass if table is not None else None
-        )  # what drafting costs must be known
+        self._bypass = None
+        if bypass is not None and table is not None:  # what drafting costs must be known
+            self._bypass = replace(bypass, expected=_expected(table, calibration, slots))
         self._accounts = Bypass().start(slots)
         self._offsets = RequestOffsets.empty(slots)
         self._common = CommonOffsets.empty(calibration.gamma)
@@ -248,9 +249,19 @@ class Planner:
         accepted = np.stack([each.accepted for each in rounds])
         if self._bypass is not None and self.table is not None:
             context = self._context(rounds[-1].context_tokens)
-            spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
+            spent, alone = (
+                plain_rounds_spent(
+                    self.table, lengths, drafted, context_tokens=context, alone=alone
+                )
+                for alone in (False, True)
+            )
             self._accounts = self._bypass.updated(
-                self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
+                self._accounts,
+                self._slots,
+                drafted=drafted,
+                spent=spent,
+                alone=alone,
+                accepted=accepted,
             )
             self._look_up_accounts()
         if all(each.planned.confidence is not None for each in rounds):
@@ -308,3 +319,13 @@ class Planner:
         if self._bypass is not None and self._rested:
             self._accounts = self._bypass.rested(self._accounts, self._slots, self._rested)
             self._rested = 0
+
+
+def _expected(
+    table: CostModel, calibration: Calibration, slots: int
+) -> tuple[tuple[float, float], ...]:
+    """What calibration says drafting gains at 1, 2, 4, .. requests."""
+    if calibration.acceptance is None:
+        return ()
+    loads = [1 << level for level in range(slots.bit_length())]
+    return tuple(expected_gain(table, calibration.acceptance, requests=n) for n in loads)

@@ -194,8 +194,10 @@ class Rounds:
         if is_plain:
             for sequence in self.active[:count]:
                 sequence.is_doubtful = False
-        decoding = np.array([not s.is_prefilling for s in self.active[:count]])
-        draft = None if is_plain else self._draft(decoding)
+        decoding, drafted = self._decoding(count), np.zeros(count, np.bool_)
+        if not is_plain:
+            decoding, drafted = self._drafting_in_front(decoding)
+        draft = self._draft(drafted)
         stages.end("draft")
         planned, lengths = self._plan(decoding, draft)
         stages.end("schedule")
@@ -207,11 +209,8 @@ class Rounds:
         stages.end("verify")
         before = [len(s.output) for s in self.active[:count]]
         accepted = np.where(decoding, np.maximum(verified.accepted, 0), 0)
-        drafted = np.zeros(count, np.bool_)
-        if draft is not None:
-            drafted[: len(draft.drafted)] = draft.drafted
-            if self._strict_margin:
-                verified, accepted = self._before_near_ties(verified, lengths, target.logits)
+        if draft is not None and self._strict_margin:
+            verified, accepted = self._before_near_ties(verified, lengths, target.logits)
         for row in range(count):
             taps = target.taps[rows.offsets[row] : rows.offsets[row + 1]]
             try:
@@ -262,13 +261,36 @@ class Rounds:
         is_strict = self._strict_margin > 0 and sequence.request.uses_processors
         return sequence.request.speculate and not sequence.is_prefilling and not is_strict
 
-    def _draft(self, decoding: Bools) -> _Draft | None:
-        """One draft step over the rows up to the last that drafts; None where nobody does."""
+    def _decoding(self, count: int) -> Bools:
+        return np.array([not sequence.is_prefilling for sequence in self.active[:count]])
+
+    def _drafting(self, decoding: Bools) -> Bools:  # [count]
         drafted = np.array([self._may_draft(s) for s in self.active[: len(decoding)]])
         if drafted.any():
             drafted[decoding] &= self.planner.drafting(
                 self.table.slots[: len(decoding)][decoding]
             )
+        return drafted
+
+    def _drafting_in_front(self, decoding: Bools) -> tuple[Bools, Bools]:
+        """Who decodes and who drafts, [count]; rows change places if somebody drafts behind one who does not,
+        for whom the draft step would run in vain.
+        """
+        drafted = self._drafting(decoding)
+        drafting = int(np.count_nonzero(drafted))
+        idle, misplaced = (
+            np.flatnonzero(~drafted[:drafting]),
+            np.flatnonzero(drafted[drafting:]),
+        )
+        for front, back in zip(idle.tolist(), misplaced.tolist(), strict=True):
+            self._swap(front, drafting + back)
+        if not idle.size:
+            return decoding, drafted
+        decoding = self._decoding(len(decoding))
+        return decoding, self._drafting(decoding)
+
+    def _draft(self, drafted: Bools) -> _Draft | None:
+        """One draft step over the rows up to the last that drafts; None where nobody does."""
         if not drafted.any():
             return None
         batch = int(drafted.nonzero()[0][-1]) + 1

@@ -317,9 +317,19 @@ class _Accounts:
     def _learn(
         self, drafted: NDArray[np.bool_], lengths: Ints, accepted: Ints, context: float | None
     ) -> None:
-        spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
+        spent, alone = (
+            plain_rounds_spent(
+                self.table, lengths, drafted, context_tokens=context, alone=alone
+            )
+            for alone in (False, True)
+        )
         self.state = self.bypass.updated(
-            self.state, self.running, drafted=drafted, spent=spent, accepted=accepted
+            self.state,
+            self.running,
+            drafted=drafted,
+            spent=spent,
+            alone=alone,
+            accepted=accepted,
         )
         self._look_up()
 

@@ -7,6 +7,7 @@ import pytest
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.break_even import (
     break_even_acceptance,
+    expected_gain,
     fixed_length_speed,
     plain_rounds_spent,
     recommended_length,
@@ -43,6 +44,7 @@ def _run(
             slots,
             drafted=drafted,
             spent=cost,
+            alone=plain_rounds_spent(table, verified * drafted, drafted, alone=True),
             accepted=drafted * kept.sum(axis=1),
         )
         spent += 1 + cost.mean()
@@ -99,7 +101,8 @@ def _played(
     """One round in which those that drafted got ``accepted`` drafts."""
     drafted = policy.drafting(state, slots)
     got = drafted * np.array(accepted)
-    state = policy.updated(state, slots, drafted=drafted, spent=spent * drafted, accepted=got)
+    cost = spent * drafted
+    state = policy.updated(state, slots, drafted=drafted, spent=cost, alone=cost, accepted=got)
     return state, drafted
 
 
@@ -131,6 +134,52 @@ def test_what_a_round_costs_is_shared_by_who_caused_it() -> None:
     assert spent[2] == 0
     assert spent[1] == pytest.approx(3 * draft / step[0])
     assert spent[0] == pytest.approx(3 * (draft + step[-1] - step[0]) / step[0])
+
+
+def test_a_draft_step_runs_every_row_before_the_last_that_drafts() -> None:
+    spent = plain_rounds_spent(_TABLE, [0, 0, 0], [False, False, True])
+    plain = _TABLE.seconds(3, 3)[0]
+    assert spent[2] == pytest.approx(3 * _TABLE.draft_cost(3) / plain)
+
+
+def test_who_stops_alone_saves_the_last_row_only() -> None:
+    together = [True] * 4
+    alone = plain_rounds_spent(_TABLE, [0] * 4, together, alone=True)
+    plain = _TABLE.seconds(4, 4)[0]
+    saved = _TABLE.draft_cost(4) - _TABLE.draft_cost(3)
+    assert alone == pytest.approx(4 * saved / plain)
+    assert alone[0] < plain_rounds_spent(_TABLE, [0] * 4, together)[0]
+    one = plain_rounds_spent(_TABLE, [7], [True])
+    assert plain_rounds_spent(_TABLE, [7], [True], alone=True) == pytest.approx(one)
+
+
+def test_what_calibration_expects_outweighs_the_first_rounds() -> None:
+    def drafted_rounds(expected: tuple[tuple[float, float], ...]) -> int:
+        policy = Bypass(expected=expected)
+        state, count = policy.joined(policy.start(1), [0]), 0
+        for _ in range(12):
+            state, drafted = _played(policy, state, [0], [0], spent=1.5)
+            count += int(drafted[0])
+        return count
+
+    assert (
+        drafted_rounds(((1.0, 4.0),)) > drafted_rounds(()) > drafted_rounds(((-1.5, 0.1),)) == 1
+    )
+
+
+def test_expected_gain_is_the_mean_over_all_outcomes() -> None:
+    conditional = [0.9, 0.5, 0.2]
+    table = CostTable([1, 4], [1.0, 0.8], padded=False, requests=[1], draft_seconds=[0.3])
+    length = int(fixed_length_speed(table, conditional, requests=1)[1:].argmax()) + 1
+    reached = np.concatenate([[1.0], np.cumprod(conditional)[:length], [0.0]])
+    chance = reached[:-1] - reached[1:]  # of exactly 0..length accepted drafts
+    accepted = np.arange(length + 1)
+    mean, variance = expected_gain(table, conditional, requests=1)
+    spent = (table.draft_cost(1) + table.seconds(1, 1 + length)[-1]) / table.seconds(1, 1)[
+        0
+    ] - 1
+    assert mean == pytest.approx(chance @ accepted - spent)
+    assert variance == pytest.approx(chance @ accepted**2 - (chance @ accepted) ** 2)
 
 
 def test_recommended_length_can_be_zero() -> None:

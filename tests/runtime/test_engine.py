@@ -132,6 +132,26 @@ def test_a_batch_equals_single_runs(tiny_bundle: Bundle) -> None:
         assert one.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
+def test_who_does_not_draft_stands_behind_who_does(tiny_bundle: Bundle) -> None:
+    """A draft step runs every row before the last that drafts."""
+    requests = [
+        Request(
+            prompt_ids=tuple(GREEDY["items"][n]["prompt_ids"]),
+            params=SamplingParams(max_new_tokens=24),
+            speculate=n not in (0, 2),
+        )
+        for n in range(5)
+    ]
+    rows: list[list[bool]] = []
+    with Engine.load(tiny_bundle, options=EngineOptions(max_batch=5)) as engine:
+        engine.observers.append(lambda report: rows.append(report.drafted.tolist()))
+        done = engine.generate(requests)
+    assert [True, True, True, False, False] in rows
+    assert all(row == sorted(row, reverse=True) for row in rows)
+    for request, answer in zip(GREEDY["items"], done, strict=False):
+        assert list(answer.token_ids) == request["output_ids"][: len(answer.token_ids)]
+
+
 def test_a_stop_token_inside_an_accepted_block_ends_the_text(engine: Engine) -> None:
     prompt = GREEDY["items"][0]["prompt_ids"]
     free = engine.generate([request(prompt, max_new_tokens=40, ignore_eos=True)])[0]
