@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from dspark_trt.bundle import Bundle
+from dspark_trt.runtime.backends import open_backend
+from dspark_trt.runtime.backends.interface import BackendOptions
+from dspark_trt.runtime.backends.ort_device_backend import OrtDeviceBackend
 from tests.conftest import ROOT
 
 
@@ -73,6 +77,20 @@ def test_a_difference_fails_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     other.target.caches.tensors[0][0].mul_(1.001)
     with pytest.raises(part.CheckError, match=r"logits of 2 requests with .* rows differ"):
         simulated.round(random, 2)
+
+
+def test_what_engines_are_held_against(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison itself, with onnxruntime in the place of an engine."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    engines = importlib.import_module("gpu_check.engines")
+    options = BackendOptions(device="cpu", threads=1)
+    one = engines.outputs(open_backend("torch", tiny_bundle, options))
+    other = engines.outputs(OrtDeviceBackend(tiny_bundle, options))
+    assert one.keys() == {"prompt logits", "verify logits", "draft logits", "draft tokens"}
+    for name, values in one.items():
+        np.testing.assert_allclose(values, other[name], atol=1e-3, err_msg=name)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import BackendError, BundleError
+from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.stored_weights import StoredWeights
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs, TargetModel
@@ -283,6 +284,7 @@ def test_drafter_and_target_share_stored_weights(tiny_bundle: Bundle) -> None:
     """The example's drafter borrows embeddings and head from its target: stored once, loaded once."""
     backend = open_backend("torch", tiny_bundle, CPU)
     assert isinstance(backend, TorchBackend)
+    assert isinstance(backend._drafter, Drafter)
     embeddings = backend._drafter.backbone.embed_tokens.weight
     assert embeddings.data_ptr() == backend._target.embed_tokens.weight.data_ptr()
 
