@@ -19,8 +19,8 @@ DRAFTERS = {
     "dspark-vanilla": ROOT / "examples" / "tiny" / "drafter",
     "dspark-rnn": DATA / "drafters" / "dspark-rnn",
     "dflash": DATA / "drafters" / "dflash",
-    "eagle3": DATA / "drafters" / "eagle3",
 }
+CHAINS = {"eagle3": DATA / "drafters" / "eagle3"}  # which sessions do not take
 
 ExportBundle = Callable[..., Bundle]
 
@@ -44,7 +44,10 @@ def fixture_bundle(shared_folder: Path) -> ExportBundle:
         with FileLock(f"{path}.lock"):
             if not path.exists():
                 export_bundle(
-                    read_draft(DRAFTERS[name]), read_target(TINY_TARGET), path, dtype=dtype
+                    read_draft((DRAFTERS | CHAINS)[name]),
+                    read_target(TINY_TARGET),
+                    path,
+                    dtype=dtype,
                 )
         return load_bundle(path, verify_hashes=False)
 
