@@ -89,13 +89,24 @@ def _block_inputs(config: DraftConfig) -> tuple[Binding, ...]:
     )
 
 
+def sampling_inputs(config: DraftConfig) -> tuple[Binding, ...]:
+    """What `draft.onnx` takes besides the inputs of `draft_greedy.onnx`."""
+    return (
+        Binding("temperature", "float32", ("batch",)),
+        Binding("uniforms", "float32", ("batch", config.gamma)),
+    )
+
+
+def greedy_draft_bindings(config: DraftConfig, dtype: str) -> GraphBindings:
+    """The draft step of a batch in which every temperature is 0."""
+    whole = draft_bindings(config, dtype)
+    sampling = sampling_inputs(config)
+    return GraphBindings(tuple(b for b in whole.inputs if b not in sampling), whole.outputs)
+
+
 def draft_bindings(config: DraftConfig, dtype: str) -> GraphBindings:
     gamma, vocab = config.gamma, config.decoder.vocab_size
-    inputs = (
-        *_block_inputs(config),
-        Binding("temperature", "float32", ("batch",)),
-        Binding("uniforms", "float32", ("batch", gamma)),
-    )
+    inputs = (*_block_inputs(config), *sampling_inputs(config))
     outputs: tuple[Binding, ...] = (
         Binding("tokens", "int64", ("batch", gamma)),
         Binding("logits", "float32", ("batch", gamma, vocab)),

@@ -23,6 +23,7 @@ CALIBRATION = "calibration.json"
 COST_TABLE = "sps.json"
 ENGINES = "engines"
 TOKENIZER = "tokenizer"
+GREEDY_DRAFT = "draft_greedy"  # the draft step of batches in which nobody samples
 FUSED_TARGET = "target_verify"  # optional graph: the target with verification behind its logits
 MOST_TOP_LOGPROBS = 20  # alternatives of `verify_processed.onnx`; OpenAI's API allows as many
 _MUTABLE = frozenset({MANIFEST, CALIBRATION, COST_TABLE, ENGINES})

@@ -11,9 +11,11 @@ from pathlib import Path
 import onnx_ir as ir
 
 from dspark_trt import __version__
+from dspark_trt.bindings import sampling_inputs
 from dspark_trt.bundle import (
     DTYPES,
     FUSED_TARGET,
+    GREEDY_DRAFT,
     MANIFEST,
     MOST_TOP_LOGPROBS,
     TOKENIZER,
@@ -30,8 +32,9 @@ from dspark_trt.checkpoint import (
     check_pair,
     source_hash,
 )
+from dspark_trt.config import DraftConfig
 from dspark_trt.errors import ExportError
-from dspark_trt.export.functions import add_dspark_functions
+from dspark_trt.export.functions import add_dspark_functions, greedy_draft
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
 from dspark_trt.export.onnx_from_module import onnx_from_module
 from dspark_trt.export.weights import WeightFile
@@ -89,7 +92,7 @@ def export_bundle(
     _check_disk(output, plan.sources)
     try:
         with new_directory(output, replace=overwrite) as folder:
-            _write_graphs(plan, folder, on_progress)
+            _write_graphs(plan, draft.config, folder, on_progress)
             _write_verifiers(draft, folder)
             if target is not None and fused_verify:
                 _write_fused_target(draft.config.gamma, folder)
@@ -125,7 +128,9 @@ def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -
     return _Plan(tuple(graphs), tuple(per_graph))
 
 
-def _write_graphs(plan: _Plan, folder: Path, on_progress: Callable[[Progress], None]) -> None:
+def _write_graphs(
+    plan: _Plan, config: DraftConfig, folder: Path, on_progress: Callable[[Progress], None]
+) -> None:
     traced = []
     for done, graph in enumerate(plan.graphs):
         on_progress(Progress("trace", graph.name, done, len(plan.graphs)))
@@ -142,7 +147,11 @@ def _write_graphs(plan: _Plan, folder: Path, on_progress: Callable[[Progress], N
         weights = WeightFile(stream, WEIGHTS, on_bytes)
         for graph, model, sources in zip(plan.graphs, traced, plan.sources, strict=True):
             weights.attach(model, sources)
-            _save(add_dspark_functions(model), folder / f"{graph.name}.onnx")
+            if graph.name == "draft":
+                greedy = greedy_draft(model, sampling_inputs(config), GREEDY_DRAFT)
+                _save(greedy, folder / f"{GREEDY_DRAFT}.onnx")
+                add_dspark_functions(model, config.decoder.vocab_size)
+            _save(model, folder / f"{graph.name}.onnx")
 
 
 def _write_verifiers(draft: DraftCheckpoint, folder: Path) -> None:

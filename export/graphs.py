@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dspark_trt import bindings
 from dspark_trt.bindings import Binding, GraphBindings
+from dspark_trt.bundle import GREEDY_DRAFT
 from dspark_trt.config import ConfidenceInput, DraftConfig, HeadType
 from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
@@ -103,6 +104,31 @@ class _ChainContext(ChainDrafter):
 
     def forward(self, taps: Tensor, context_len: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return tuple(self.append_context(taps, context_len, *caches))
+
+
+class _GreedyDraft(nn.Module):
+    def __init__(self, drafter: Drafter | ChainDrafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(
+        self,
+        anchor_ids: Tensor,
+        new_taps: Tensor,
+        new_len: Tensor,
+        context_len: Tensor,
+        *caches: Tensor,
+    ) -> tuple[Tensor, ...]:
+        temperature = new_taps.new_zeros(len(anchor_ids))
+        uniforms = new_taps.new_zeros((len(anchor_ids), self.drafter.config.gamma))
+        block = (anchor_ids, new_taps, new_len, context_len, temperature, uniforms)
+        return tuple(self.drafter(*block, *caches))
+
+
+def greedy_draft_graph(drafter: Drafter | ChainDrafter, dtype: str) -> Graph:
+    """The draft step without sampling; it is made from the traced `draft`, not traced itself."""
+    contract = bindings.greedy_draft_bindings(drafter.config, dtype)
+    return Graph(GREEDY_DRAFT, _GreedyDraft(drafter), contract)
 
 
 def draft_graphs(drafter: Drafter | ChainDrafter, dtype: str) -> list[Graph]:

@@ -15,10 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dspark_trt.bundle import FUSED_TARGET, Bundle, Source
+from dspark_trt.bundle import FUSED_TARGET, GREEDY_DRAFT, Bundle, Source
 from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint, source_hash
 from dspark_trt.errors import BackendError, CheckpointError
-from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
+from dspark_trt.export.graphs import (
+    TORCH_DTYPES,
+    Graph,
+    draft_graphs,
+    greedy_draft_graph,
+    target_graph,
+)
 from dspark_trt.export.verify_cases import Arrays, verify_cases
 from dspark_trt.models.loading import load_draft, load_target
 from dspark_trt.models.stored_weights import StoredWeights
@@ -72,7 +78,7 @@ def check_parity(
         inputs = _inputs(graph, random)
         outputs = _run_graph(bundle.graph_path(graph.name), inputs)
         reference = _run_module(graph, inputs)
-        if graph.name == "draft":
+        if graph.name in ("draft", GREEDY_DRAFT):
             _forget_after_divergence(reference, outputs, tolerance)
         yield from _compare(graph.name, reference, outputs, tolerance)
         if graph.name == "target":
@@ -95,6 +101,7 @@ def _graphs(
     else:
         drafter = stored.draft_module()
     graphs = draft_graphs(drafter, bundle.dtype)
+    graphs.append(greedy_draft_graph(drafter, bundle.dtype))
     if bundle.target is None:
         return graphs
     layers = bundle.draft.target_layer_ids

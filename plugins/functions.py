@@ -16,7 +16,6 @@ from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Opset
 
 from dspark_trt.plugins.contract import DOMAIN
-from dspark_trt.plugins.distribution import GREEDY_BELOW
 from dspark_trt.plugins.specification import BLOCK, REFUSED, SPREAD, UNIFORM_STEPS
 
 FLOAT, INT32, INT64, BOOL = 1, 6, 7, 9  # onnx.TensorProto.DataType
@@ -49,15 +48,6 @@ def Draw(weights, uniforms):  # [B, V], [B] -> int64 [B]
     steps = op.Cast(uniforms * STEPS, to=INT64)
     second = op.Cast(steps * SPREAD % UNIFORM_STEPS, to=FLOAT) / STEPS
     return block * size + Pick(inside, second)
-
-
-@script(dspark, default_opset=op)
-def SampleDraft(logits, temperature, uniforms):  # [B, V], [B], [B] -> int64 [B]
-    """One token a row from softmax(logits / temperature); temperature 0: the first maximum."""
-    greedy = temperature < GREEDY_BELOW
-    divisor = op.Where(greedy, 1.0, temperature)
-    p = op.Softmax(logits / op.Unsqueeze(divisor, [1]), axis=1)
-    return op.Where(greedy, op.ArgMax(logits, axis=1, keepdims=0), Draw(p, uniforms))
 
 
 @script(dspark, default_opset=op)

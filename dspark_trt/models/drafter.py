@@ -40,26 +40,26 @@ class Drafter(nn.Module):
         before temperature) and confidence logits `[B, γ]`.
         """
         base = self.lm_head(hidden)
-        token, tokens, logits, previous = anchor_ids, [], [], []
+        token, tokens, logits, previous = anchor_ids[:, None], [], [], []
         sequential = self.config.head_type is not HeadType.NONE
         if sequential:
-            state = hidden.new_zeros((hidden.shape[0], self.markov_head.state_size))
-        for k in range(self.config.gamma):
-            step = base[:, k]
+            state = hidden.new_zeros((hidden.shape[0], 1, self.markov_head.state_size))
+        # Slots keep their dimension of one: nothing is squeezed on the way in and stacked on the way out.
+        for k, step in enumerate(base.split(1, dim=1)):
             if sequential:
                 previous.append(self.markov_head.previous(token))
-                step, state = self.markov_head(step, previous[-1], hidden[:, k], state)
-            step = self.spread(step)
-            token = sample_draft(step, temperature, uniforms[:, k])
+                own = hidden[:, k : k + 1]
+                step, state = self.markov_head(step, previous[-1], own, state)
+            logits.append(self.spread(step))
+            token = sample_draft(logits[-1], temperature, uniforms, k)
             tokens.append(token)
-            logits.append(step)
         confidence = None
         if self.config.confidence is not ConfidenceInput.NONE:
-            features = torch.stack(previous, 1) if previous else hidden
+            features = torch.cat(previous, 1) if previous else hidden
             confidence = self.confidence_head(hidden, features)
         return (
-            torch.stack(tokens, 1),
-            torch.stack(logits, 1) if sequential or self.vocabulary is not None else base,
+            torch.cat(tokens, 1),
+            torch.cat(logits, 1) if sequential or self.vocabulary is not None else base,
             confidence,
         )
 

@@ -36,7 +36,9 @@ class SequentialHead(nn.Module):
 
     def forward(
         self, base_logits: Tensor, previous: Tensor, hidden: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:  # [B, Vd], [B, r], [B, H], [B, state] -> [B, Vd], [B, state]
+    ) -> tuple[
+        Tensor, Tensor
+    ]:  # [.., Vd], [.., r], [.., H], [.., state] -> [.., Vd], [.., state]
         if self.head_type is HeadType.GATED:
             gate = self.gate_proj(torch.cat((hidden, previous), -1)).sigmoid()
             return base_logits + self.markov_w2(gate * previous), state

@@ -19,7 +19,7 @@ _OPSET = 24
 def _node(
     op_type: str,
     inputs: Sequence[Tensor | None],
-    attrs: Mapping[str, int | float],
+    attrs: Mapping[str, int | float | list[int]],
     *,
     dtype: torch.dtype,
     shape: Sequence[int | SymInt],
@@ -92,21 +92,21 @@ def cached_attention(
     )
 
 
-def sample_draft(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
-    """`dspark::SampleDraft`: draw one token a row from float32 `[B, V]`, `[B]`, `[B]` -> int64 `[B]`.
+def sample_draft(logits: Tensor, temperature: Tensor, uniforms: Tensor, slot: int) -> Tensor:
+    """`dspark::SampleDraft`: draw the tokens of one slot of K from float32 `[B, 1, V]`, `[B]`, `[B, K]` ->
+    int64 `[B, 1]`.
 
     Temperature 0 takes the first maximum; the semantics are `plugins.specification.sample_draft`.
     """
     if torch.compiler.is_exporting():
-        inputs = (logits, temperature, uniforms)
+        inputs, shape = (logits, temperature, uniforms), (uniforms.shape[0], 1)
         return _node(
-            "dspark::SampleDraft", inputs, {}, dtype=torch.int64, shape=temperature.shape
+            "dspark::SampleDraft", inputs, {"slot": [slot]}, dtype=torch.int64, shape=shape
         )
+    rows, own = logits.squeeze(1), uniforms[:, slot]
     if (sampler := current_sampler()) is not None:
-        return sampler(logits, temperature, uniforms)
+        return sampler(rows, temperature, own).unsqueeze(1)
     from dspark_trt.plugins.specification import sample_draft as specification
 
-    drawn = specification(
-        logits.cpu().numpy(), temperature.cpu().numpy(), uniforms.cpu().numpy()
-    )
-    return torch.from_numpy(drawn).to(logits.device)
+    drawn = specification(rows.cpu().numpy(), temperature.cpu().numpy(), own.cpu().numpy())
+    return torch.from_numpy(drawn).to(logits.device).unsqueeze(1)

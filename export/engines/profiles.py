@@ -67,6 +67,8 @@ def graph_bindings(bundle: Bundle, graph: str) -> GraphBindings:
     match graph:
         case "context":
             return bindings.context_bindings(draft, dtype)
+        case "draft_greedy":
+            return bindings.greedy_draft_bindings(draft, dtype)
         case "draft":
             return bindings.draft_bindings(draft, dtype)
         case "backbone":

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from dspark_trt.bundle import Bundle
+from dspark_trt.bundle import GREEDY_DRAFT, Bundle
 from dspark_trt.config import DecoderConfig
 from dspark_trt.engine_manifest import AMPERE_PLUS
 from dspark_trt.errors import BackendError, BuildError
@@ -13,9 +13,14 @@ from dspark_trt.tensorrt_library import Library
 
 HEAD_DIMS = range(16, 257, 8)  # of fused attention, in both libraries
 ALL = "all"
-# For hosts that sample between the drafter's steps; they hold the fused graph's weights once more.
-PARTS = ("backbone", "sequential_head", "confidence_head")
-_ATTENTION = {"draft": "drafter", "backbone": "drafter", "target": "target"}
+# For hosts that sample between the drafter's steps, or never; they hold the fused graph's weights once more.
+PARTS = ("backbone", "sequential_head", "confidence_head", GREEDY_DRAFT)
+_ATTENTION = {
+    "draft": "drafter",
+    GREEDY_DRAFT: "drafter",
+    "backbone": "drafter",
+    "target": "target",
+}
 
 
 def choose_graphs(bundle: Bundle, wanted: Iterable[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ and output at once, so `TensorScatter` writes in place. A tensor is bound again 
 shape changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dspark_trt import bindings
 from dspark_trt.bindings import GraphBindings
-from dspark_trt.bundle import Bundle
+from dspark_trt.bundle import GREEDY_DRAFT, WEIGHTS, Bundle
 from dspark_trt.config import DecoderConfig
 from dspark_trt.errors import BackendError
 from dspark_trt.plugins.contract import VerifyMode, verify_bindings
@@ -75,6 +75,7 @@ class OrtGraph:
         self._inputs = {value.name for value in self._session.get_inputs()}
         self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._fed: dict[str, Array] = {}
+        self._outputs: Mapping[str, Array] | None = None
 
     def feed(self, name: str, values: Array) -> None:
         """Copy a small input to where it is bound already: cheaper than binding a new address."""
@@ -93,19 +94,55 @@ class OrtGraph:
         bind(name, "cpu", 0, array.dtype.type, array.shape, place[0])
         self._bound[name] = place
 
-    def run(self, tensors: Mapping[str, Array]) -> None:
-        """Bind what moved, then run.
+    def bind_outputs(self, outputs: Mapping[str, Array]) -> None:
+        """Bind arrays that keep their places; the mapping of the last call costs nothing."""
+        if outputs is not self._outputs:
+            for name, array in outputs.items():
+                self.bind(name, array)
+            self._outputs = outputs
+
+    def run(self) -> None:
+        """Run on what is bound.
 
         Raises:
             BackendError: onnxruntime failed; the graph can be run again.
         """
-        for name, array in tensors.items():
-            self.bind(name, array)
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise BackendError(f"graph {self.name} failed: {reason}") from error
+
+
+class _Outputs:
+    """One array a tensor, for the largest batch seen, and its beginnings by number of rows."""
+
+    def __init__(self, listed: Iterable[bindings.Binding], rows: int) -> None:
+        # Memory is touched only as far as batches reach.
+        self._arrays = {
+            b.name: np.zeros((rows, *(int(d) for d in b.shape[1:])), b.dtype) for b in listed
+        }
+        self._rows = rows
+        self._first: dict[int, dict[str, Array]] = {}
+
+    def grow(self, rows: int) -> bool:
+        """Make room; True if the arrays moved."""
+        if rows <= self._rows:
+            return False
+        self._rows = rows
+        self._arrays = {
+            name: np.zeros((rows, *array.shape[1:]), array.dtype)
+            for name, array in self._arrays.items()
+        }
+        self._first.clear()
+        return True
+
+    def first(self, rows: int) -> dict[str, Array]:
+        views = self._first.get(rows)
+        if views is None:
+            views = {name: array[:rows] for name, array in self._arrays.items()}
+            self._first[rows] = views
+        return views
 
 
 class _Cached:
@@ -135,18 +172,36 @@ class _Cached:
         self._seen[graph.name] = state
 
 
+# A graph of its own for greedy batches holds the drafter's weights once more. Where they are many, the
+# time that sampling costs beside them is small.
+_GREEDY_DRAFT_BELOW_BYTES = 64_000_000
+_SAMPLING_INPUTS = ("temperature", "uniforms")
+
+
 class OrtDraftModel:
-    """`draft.onnx` and `context.onnx` over the drafter's caches."""
+    """`draft.onnx` and `context.onnx` over the drafter's caches; small drafters also run `draft_greedy.onnx`,
+    loaded with the first batch in which nobody samples.
+    """
 
     def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
         config = bundle.draft
+        self._bundle, self._options = bundle, options
         # A step writes new context, block and padding in one go: 2γ+2 rows at most behind the valid end.
         self._slack_rows = config.gamma + 1 + config.block_slots
         self._cached = _Cached(config.decoder, bundle, requests)
-        self._draft = OrtGraph(bundle.graph_path("draft"), options)
-        self._context = OrtGraph(bundle.graph_path("context"), options)
+        self._graphs: dict[str, OrtGraph] = {}
+        is_small = bundle.files[WEIGHTS].size_bytes < _GREEDY_DRAFT_BELOW_BYTES
+        self._has_greedy = is_small and GREEDY_DRAFT in bundle.graph_names
         contract = bindings.draft_bindings(config, bundle.dtype)
-        self._outputs = _buffers(_without_caches(contract), requests)
+        self._outputs = _Outputs(_without_caches(contract), requests)
+        self._graph("context")
+        if not self._has_greedy:
+            self._graph("draft")
+
+    def _graph(self, name: str) -> OrtGraph:
+        if name not in self._graphs:
+            self._graphs[name] = OrtGraph(self._bundle.graph_path(name), self._options)
+        return self._graphs[name]
 
     def reserve(self, context_tokens: int) -> None:
         self._cached.caches.reserve(context_tokens + self._slack_rows)
@@ -161,25 +216,31 @@ class OrtDraftModel:
         self._cached.caches.write_rows(row, saved)
 
     def append(self, row: int, taps: Floats, start: int) -> None:
+        graph = self._graph("context")
         self._cached.caches.reserve(start + len(taps) + self._slack_rows)
-        self._cached.bind(self._context, slice(row, row + 1))
-        context_len = np.array([start], np.int64)
-        rows = np.ascontiguousarray(taps[None], np.float32)
-        self._context.run({"taps": rows, "context_len": context_len})
+        self._cached.bind(graph, slice(row, row + 1))
+        graph.feed("taps", taps[None])
+        graph.feed("context_len", np.array([start], np.int64))
+        graph.run()
 
     def draft(self, inputs: DraftInputs) -> DraftOutput:
+        is_greedy = self._has_greedy and not inputs.temperature.any()
+        graph = self._graph(GREEDY_DRAFT if is_greedy else "draft")
         batch = len(inputs.anchor_ids)
         self.reserve(int((inputs.context_len + inputs.new_len).max()))
-        self._cached.bind(self._draft, slice(0, batch))
-        for name in DraftInputs._fields:
-            self._draft.feed(name, getattr(inputs, name))
-        outputs = {name: array[:batch] for name, array in self._outputs.items()}
-        self._draft.run(outputs)
+        self._cached.bind(graph, slice(0, batch))
+        for name, values in zip(DraftInputs._fields, inputs, strict=True):
+            if not (is_greedy and name in _SAMPLING_INPUTS):
+                graph.feed(name, values)
+        outputs = self._outputs.first(batch)
+        graph.bind_outputs(outputs)
+        graph.run()
         return DraftOutput(
             outputs["tokens"], outputs["logits"], outputs.get("confidence_logits")
         )
 
     def close(self) -> None:
+        self._graphs.clear()
         self._cached.caches.arrays.clear()
 
 
@@ -188,17 +249,20 @@ _TARGET_INPUTS = (
 )  # fmt: skip
 
 
+_MOST_SHAPES = 256  # numbers of rows whose output places are remembered
+
+
 class OrtTargetModel:
     """`target.onnx` over the target's caches."""
 
     def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
         config = bundle.target
-        self._graph = OrtGraph(bundle.graph_path("target"), options)
+        self._graph: OrtGraph | None = OrtGraph(bundle.graph_path("target"), options)
         assert config is not None  # graph_path has refused a bundle without target
         self._cached = _Cached(config.decoder, bundle, requests)
-        self._vocab, self._tap_size = config.decoder.vocab_size, bundle.draft.tap_size
-        self._logits = np.empty((0, self._vocab), np.float32)
-        self._taps = np.empty((0, self._tap_size), np.float32)
+        contract = bindings.target_bindings(config, bundle.draft.tap_size, bundle.dtype)
+        self._logits, self._taps = (_Outputs([b], 0) for b in _without_caches(contract))
+        self._outputs: dict[tuple[int, int], dict[str, Array]] = {}
 
     @property
     def capacity_rows(self) -> int:
@@ -217,21 +281,29 @@ class OrtTargetModel:
         self._cached.caches.write_rows(row, saved)
 
     def step(self, rows: RaggedRows) -> TargetOutput:
+        graph = self._graph
+        assert graph is not None, "closed"
         self.reserve(int(rows.context_len.max()) + rows.pad_index.shape[1])
-        self._cached.bind(self._graph, slice(0, rows.batch))
-        if len(self._logits) < len(rows.logit_rows):
-            self._logits = np.empty((len(rows.logit_rows), self._vocab), np.float32)
-        if len(self._taps) < len(rows.token_ids):
-            self._taps = np.empty((len(rows.token_ids), self._tap_size), np.float32)
-        output = TargetOutput(
-            self._logits[: len(rows.logit_rows)], self._taps[: len(rows.token_ids)]
-        )
+        self._cached.bind(graph, slice(0, rows.batch))
         for name in _TARGET_INPUTS:
-            self._graph.feed(name, getattr(rows, name))
-        self._graph.run({"logits": output.logits, "taps": output.taps})
-        return output
+            graph.feed(name, getattr(rows, name))
+        outputs = self._places(len(rows.logit_rows), len(rows.token_ids))
+        graph.bind_outputs(outputs)
+        graph.run()
+        return TargetOutput(outputs["logits"], outputs["taps"])
+
+    def _places(self, logit_rows: int, rows: int) -> dict[str, Array]:
+        places = self._outputs.get((logit_rows, rows))
+        if places is None:
+            moved = [self._logits.grow(logit_rows), self._taps.grow(rows)]
+            if any(moved) or len(self._outputs) == _MOST_SHAPES:
+                self._outputs.clear()
+            places = self._logits.first(logit_rows) | self._taps.first(rows)
+            self._outputs[logit_rows, rows] = places
+        return places
 
     def close(self) -> None:
+        self._graph = None
         self._cached.caches.arrays.clear()
 
 
@@ -240,46 +312,47 @@ _SAMPLING = (*_GREEDY, "temperature", "top_k", "top_p", "min_p", "uniforms")
 
 
 class OrtVerifier:
-    """The smallest graph that serves a batch: `verify_greedy` where all are greedy, `verify`, or
-    `verify_processed` where a request needs penalties, masks or log-probabilities (loaded on first use).
+    """The smallest graph that serves a batch, loaded on first use: `verify_greedy` where all are greedy,
+    `verify`, or `verify_processed` where a request needs penalties, masks or log-probabilities.
     """
 
     def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
         self._bundle, self._options = bundle, options
-        self._sampled = OrtGraph(bundle.graph_path("verify"), options)
-        self._greedy = OrtGraph(bundle.graph_path("verify_greedy"), options)
-        self._processed: OrtGraph | None = None
-        self._outputs = _buffers(_processed_bindings(bundle).outputs, requests)
+        self._graphs: dict[str, OrtGraph] = {}
+        outputs = _processed_bindings(bundle).outputs
+        self._committed = _Outputs(outputs[:2], requests)
+        self._processed = _Outputs(outputs, requests)
 
     def verify(self, inputs: VerifyInputs) -> Verification:
-        batch = len(inputs.temperature)
-        outputs = {name: array[:batch] for name, array in self._outputs.items()}
-        tensors: dict[str, Array] = {
-            "target_logits": inputs.target_logits,
-            "accepted": outputs["accepted"],
-            "tokens": outputs["tokens"],
-        }
-        graph, small = self._sampled, _SAMPLING
+        name = "verify" if inputs.temperature.any() else "verify_greedy"
         if inputs.processors is not None:
-            graph = self._load_processed()
-            tensors |= outputs | inputs.processors._asdict()
-        elif not inputs.temperature.any():
-            graph, small = self._greedy, _GREEDY
-        for name in small:
-            graph.feed(name, getattr(inputs, name))
-        if graph is not self._greedy:
+            name = "verify_processed"
+        graph = self._graph(name)
+        small = _GREEDY if name == "verify_greedy" else _SAMPLING
+        for each in small:
+            graph.feed(each, getattr(inputs, each))
+        graph.bind("target_logits", inputs.target_logits)
+        if name != "verify_greedy":
             graph.feed("draft_temperature", inputs.temperature)
-            tensors["draft_logits"] = inputs.draft_logits
-        graph.run(tensors)
+            graph.bind("draft_logits", inputs.draft_logits)
+        batch = len(inputs.temperature)
         if inputs.processors is None:
-            return Verification(outputs["accepted"], outputs["tokens"])
+            outputs = self._committed.first(batch)
+        else:
+            outputs = self._processed.first(batch)
+            for each, array in inputs.processors._asdict().items():
+                graph.bind(each, array)
+        graph.bind_outputs(outputs)
+        graph.run()
         return Verification(**outputs)
 
-    def _load_processed(self) -> OrtGraph:
-        if self._processed is None:
-            path = self._bundle.graph_path("verify_processed")
-            self._processed = OrtGraph(path, self._options)
-        return self._processed
+    def _graph(self, name: str) -> OrtGraph:
+        if name not in self._graphs:
+            self._graphs[name] = OrtGraph(self._bundle.graph_path(name), self._options)
+        return self._graphs[name]
+
+    def close(self) -> None:
+        self._graphs.clear()
 
 
 def _processed_bindings(bundle: Bundle) -> GraphBindings:
@@ -294,11 +367,3 @@ def _processed_bindings(bundle: Bundle) -> GraphBindings:
 
 def _without_caches(contract: GraphBindings) -> tuple[bindings.Binding, ...]:
     return tuple(b for b in contract.outputs if not b.name.startswith("present_"))
-
-
-def _buffers(listed: tuple[bindings.Binding, ...], requests: int) -> dict[str, Array]:
-    """One array a tensor for the largest batch; memory is touched only as far as batches reach."""
-    return {
-        b.name: np.zeros(tuple(requests if d == "batch" else int(d) for d in b.shape), b.dtype)
-        for b in listed
-    }

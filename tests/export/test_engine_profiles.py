@@ -30,7 +30,7 @@ from dspark_trt.export.engines.profiles import (
 )
 
 GRAPHS = (
-    "context", "draft", "backbone", "sequential_head", "confidence_head", "target",
+    "context", "draft", "draft_greedy", "backbone", "sequential_head", "confidence_head", "target",
     "verify", "verify_greedy", "verify_processed",
 )  # fmt: skip
 

@@ -50,6 +50,7 @@ def contract(bundle: Bundle) -> dict[str, GraphBindings]:
     expected = {
         "context": bindings.context_bindings(draft, dtype),
         "draft": bindings.draft_bindings(draft, dtype),
+        "draft_greedy": bindings.greedy_draft_bindings(draft, dtype),
         "backbone": bindings.backbone_bindings(draft, dtype),
     }
     if draft.head_type is not HeadType.NONE:

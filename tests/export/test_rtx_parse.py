@@ -16,7 +16,9 @@ from tests.export.conftest import ToyBundle
 pytestmark = pytest.mark.trt
 
 CAPACITY = 96
-DRAFT_GRAPHS = ("context", "draft", "backbone", "sequential_head", "confidence_head")
+DRAFT_GRAPHS = (
+    "context", "draft", "draft_greedy", "backbone", "sequential_head", "confidence_head",
+)  # fmt: skip
 VERIFIERS = ("verify", "verify_greedy", "verify_processed")
 
 
@@ -66,7 +68,9 @@ def test_float16_graphs(toy_bundle: ToyBundle, graph: str) -> None:
     check(toy_bundle("rnn-borrowing-float16").bundle, graph)
 
 
-@pytest.mark.parametrize("graph", ["context", "draft", "backbone", "confidence_head"])
+@pytest.mark.parametrize(
+    "graph", ["context", "draft", "draft_greedy", "backbone", "confidence_head"]
+)
 def test_bfloat16_graphs(toy_bundle: ToyBundle, graph: str) -> None:
     check(toy_bundle("no-head-bfloat16").bundle, graph)
 

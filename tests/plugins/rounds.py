@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 from dspark_trt.plugins.contract import DOMAIN, OPSET, VerifyMode
 from dspark_trt.plugins.distribution import Processors, process_logits, target_distribution
+from dspark_trt.plugins.draft_functions import sample_draft_function
 from dspark_trt.plugins.specification import Verified
 from dspark_trt.plugins.verify_model import function_protos, verify_model
 from tests.plugins.cases import session_of
@@ -81,14 +82,12 @@ def draft_law(chain: Chain, sampling: Sampling) -> NDArray[np.float64]:
 
 @cache
 def sampler(name: str) -> ort.InferenceSession:
-    """`SampleDraft`, `SampleCoupled` or `FilterDraft` as a graph of its own."""
+    """`SampleCoupled` or `FilterDraft` as a graph of its own."""
     from dspark_trt.plugins.coupled_functions import SampleCoupled
     from dspark_trt.plugins.filter_functions import FilterDraft
-    from dspark_trt.plugins.functions import SampleDraft
 
     real, whole = TensorProto.FLOAT, TensorProto.INT64
     function, vectors = {
-        "SampleDraft": (SampleDraft, {"uniforms": real}),
         "SampleCoupled": (SampleCoupled, {"seeds": whole, "positions": whole}),
         "FilterDraft": (FilterDraft, {"top_k": whole, "top_p": real, "min_p": real}),
     }[name]
@@ -116,6 +115,24 @@ def sampler(name: str) -> ort.InferenceSession:
 
 
 @cache
+def draft_sampler(vocab_size: int) -> ort.InferenceSession:
+    """`SampleDraft` of a block of one slot: logits [B, V], temperature [B], uniforms [B] -> tokens [B]."""
+    model = parser.parse_model(f"""
+        <ir_version: 11, opset_import: ["" : {OPSET}, "{DOMAIN}" : 1]>
+        sample (float[B, {vocab_size}] logits, float[B] temperature, float[B] uniforms) => (int64[B] tokens)
+        <int64[1] axis = {{1}}>
+        {{
+          rows = Unsqueeze(logits, axis)
+          block = Unsqueeze(uniforms, axis)
+          drawn = {DOMAIN}.SampleDraft<slot = [0]>(rows, temperature, block)
+          tokens = Squeeze(drawn, axis)
+        }}
+    """)
+    model.functions.extend(function_protos(sample_draft_function(vocab_size)))
+    return session_of(model)
+
+
+@cache
 def verifier(mode: VerifyMode, vocab_size: int, processors: bool) -> ort.InferenceSession:
     return session_of(
         verify_model(mode=mode, gamma=GAMMA, vocab_size=vocab_size, processors=processors)
@@ -138,7 +155,8 @@ class Round:
     def rejection(self) -> Verified:
         requests = len(self.states)
         path, drafts, draft_rows = self._draft(
-            lambda k: {"uniforms": self.rng.random(requests, np.float32)}
+            lambda k: {"uniforms": self.rng.random(requests, np.float32)},
+            draft_sampler(self.chain.draft.shape[1]),
         )
         uniforms = self.rng.random((requests, GAMMA + 1), np.float32)
         if self.bias is not None:
@@ -152,14 +170,14 @@ class Round:
 
     def coupled(self, seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> Verified:
         path, drafts, _ = self._draft(
-            lambda k: {"seeds": seeds, "positions": positions + k}, "SampleCoupled"
+            lambda k: {"seeds": seeds, "positions": positions + k}, sampler("SampleCoupled")
         )
         return self._verify(
             VerifyMode.COUPLED, path, drafts, {"seeds": seeds, "positions": positions}
         )
 
     def _draft(
-        self, noise: Callable[[int], dict[str, NDArray[Any]]], name: str = "SampleDraft"
+        self, noise: Callable[[int], dict[str, NDArray[Any]]], drawing: ort.InferenceSession
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
         """States [R, γ+1], drafts [R, γ] and the logits they came from [R, γ, V]."""
         temperature = np.full(len(self.states), self.sampling.draft_temperature, np.float32)
@@ -167,7 +185,7 @@ class Round:
         for k in range(GAMMA):
             logits = self.chain.draft[states[-1]]
             feed = {"logits": logits, "temperature": temperature, **noise(k)}
-            (tokens,) = sampler(name).run(None, feed)
+            (tokens,) = drawing.run(None, feed)
             drafts.append(tokens)
             rows.append(logits)
             states.append(self.chain.step[states[-1], tokens])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from dspark_trt.plugins.contract import VerifyMode
-from dspark_trt.plugins.specification import REFUSED, Verified
+from dspark_trt.plugins.specification import REFUSED, Verified, sample_draft
 from tests.plugins.cases import (
     Batch,
     batches,
@@ -15,6 +15,7 @@ from tests.plugins.cases import (
     run_specification,
     same,
 )
+from tests.plugins.rounds import draft_sampler
 
 SETTINGS = settings(
     max_examples=120,
@@ -87,3 +88,24 @@ def test_places_behind_the_drafted_ones_may_hold_anything() -> None:
         batch["target_logits"], ((0, 3), (0, 0)), constant_values=np.nan
     )
     assert same(run_onnx(VerifyMode.REJECTION, batch), expected)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 320, 512, 2048, 5003])
+def test_drafts_are_the_specification_s_token_for_token(vocab_size: int) -> None:
+    """Edges of the uniforms, greedy rows, flat and sharp ones, and tokens that cannot be drawn."""
+    rng = np.random.default_rng(vocab_size)
+    rows = 600
+    scale = rng.choice([0.0, 1.0, 8.0], (rows, 1)).astype(np.float32)
+    logits = rng.standard_normal((rows, vocab_size), np.float32) * scale
+    logits[rng.random(logits.shape) < rng.choice([0.0, 0.5, 0.99], (rows, 1))] = -1e30
+    logits[:, rng.integers(vocab_size)] = 0  # one is always there
+    temperature = rng.choice(np.array([0, 0.7, 1, 2], np.float32), rows)
+    uniforms = rng.random(rows, np.float32)
+    uniforms[:40], uniforms[40:80] = 0, 1 - 2.0**-24
+    feed = {"logits": logits, "temperature": temperature, "uniforms": uniforms}
+    (tokens,) = draft_sampler(vocab_size).run(None, feed)
+    expected = sample_draft(logits, temperature, uniforms)
+    drawn = logits[np.arange(rows), tokens]
+    assert (drawn > -1e30).all()
+    # A uniform within rounding of a boundary may fall on either side.
+    assert (tokens != expected).sum() <= 1

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.plugins.contract import VerifyMode
 from tests.plugins.cases import Batch, session
-from tests.plugins.rounds import sampler
+from tests.plugins.rounds import draft_sampler, sampler
 
 ROUNDS = 100_000
 TARGET = np.log(np.array([0.7, 0.3], np.float32))
@@ -40,7 +40,7 @@ def share_of_first_token(mode: VerifyMode, schedule: Schedule) -> float:
     if mode is VerifyMode.REJECTION:
         uniforms = {"uniforms": rng.random(ROUNDS, np.float32)}
         feed = {"logits": draft, "temperature": ones, **uniforms}
-        (drafts,) = sampler("SampleDraft").run(None, feed)
+        (drafts,) = draft_sampler(draft.shape[1]).run(None, feed)
         own: Batch = {
             "draft_logits": draft[:, None],
             "draft_temperature": ones,
