@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.block_weights import BITS
 from dspark_trt.config import DraftConfig, TargetConfig
 from dspark_trt.errors import BundleError
 from dspark_trt.files import sha256_of_file, write_json
@@ -54,10 +55,13 @@ class Bundle:
     target_source: Source | None
     files: Mapping[str, FileRecord]
     tool_versions: Mapping[str, str]
+    weights: str | None = None  # "int8" or "int4": the matrices, where they have fewer bits
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.weights not in (None, *BITS):
+            raise ValueError(f"weights {self.weights!r} is not one of {', '.join(BITS)}")
 
     @property
     def max_context_tokens(self) -> int:
@@ -112,6 +116,7 @@ def write_manifest(bundle: Bundle) -> None:
         {
             "format_version": FORMAT_VERSION,
             "dtype": bundle.dtype,
+            "weights": bundle.weights or bundle.dtype,
             "gamma": bundle.draft.gamma,
             "max_context_tokens": bundle.max_context_tokens,
             "draft": {"source": source(bundle.draft_source), "config": bundle.draft.to_json()},
@@ -188,6 +193,7 @@ def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
     return Bundle(
         path=path,
         dtype=data["dtype"],
+        weights=None if (weights := data.get("weights")) in (None, data["dtype"]) else weights,
         draft=draft,
         draft_source=Source(**data["draft"]["source"]),
         target=TargetConfig.from_json(target["config"]) if target else None,

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from dspark_trt import __version__
 from dspark_trt.bindings import sampling_inputs
+from dspark_trt.block_weights import BITS
 from dspark_trt.bundle import (
     DTYPES,
     FUSED_TARGET,
@@ -37,6 +38,7 @@ from dspark_trt.errors import ExportError
 from dspark_trt.export.functions import add_dspark_functions, greedy_draft
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
 from dspark_trt.export.onnx_from_module import onnx_from_module
+from dspark_trt.export.quantise import quantise_products
 from dspark_trt.export.weights import WeightFile
 from dspark_trt.files import new_directory
 from dspark_trt.models.loading import (
@@ -67,12 +69,14 @@ def export_bundle(
     output: Path,
     *,
     dtype: str = "float32",
+    weights: str | None = None,
     fused_verify: bool = False,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Bundle:
     """Export all graphs of a drafter, and of its target unless the host owns it.
 
+    `weights` "int8" or "int4" stores the matrices in so many bits (`block_weights`), for onnxruntime.
     `fused_verify` adds `target_verify.onnx`: the target's step with verification behind its logits, for
     engines that return tokens and counts instead of `[R, V]` logits.
 
@@ -82,6 +86,7 @@ def export_bundle(
     """
     if dtype not in DTYPES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    _check_weights(weights, dtype)
     _check_output(output, overwrite)
     if target is not None:
         check_pair(draft, target)
@@ -92,13 +97,13 @@ def export_bundle(
     _check_disk(output, plan.sources)
     try:
         with new_directory(output, replace=overwrite) as folder:
-            _write_graphs(plan, draft.config, folder, on_progress)
+            _write_graphs(plan, draft.config, BITS.get(weights or ""), folder, on_progress)
             _write_verifiers(draft, folder)
             if target is not None and fused_verify:
                 _write_fused_target(draft.config.gamma, folder)
             _copy_tokenizer(target, folder)
             on_progress(Progress("hash", "sha256", 0, 1))
-            write_manifest(_describe(draft, target, dtype, folder))
+            write_manifest(_describe(draft, target, dtype, weights, folder))
     except OSError as error:
         raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
     return load_bundle(output, verify_hashes=False)
@@ -129,12 +134,18 @@ def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -
 
 
 def _write_graphs(
-    plan: _Plan, config: DraftConfig, folder: Path, on_progress: Callable[[Progress], None]
+    plan: _Plan,
+    config: DraftConfig,
+    bits: int | None,
+    folder: Path,
+    on_progress: Callable[[Progress], None],
 ) -> None:
     traced = []
     for done, graph in enumerate(plan.graphs):
         on_progress(Progress("trace", graph.name, done, len(plan.graphs)))
         traced.append(onnx_from_module(graph))
+        if bits is not None:
+            quantise_products(traced[-1], bits)
     total = sum(source.nbytes for source in _distinct(plan.sources))
     written = 0
 
@@ -144,7 +155,7 @@ def _write_graphs(
         on_progress(Progress("write", WEIGHTS, min(written, total), total))
 
     with (folder / WEIGHTS).open("wb") as stream:
-        weights = WeightFile(stream, WEIGHTS, on_bytes)
+        weights = WeightFile(stream, WEIGHTS, on_bytes, bits)
         for graph, model, sources in zip(plan.graphs, traced, plan.sources, strict=True):
             weights.attach(model, sources)
             if graph.name == "draft":
@@ -192,6 +203,18 @@ def _distinct(sources: tuple[dict[str, ParameterSource], ...]) -> set[ParameterS
     return {source for per_graph in sources for source in per_graph.values()}
 
 
+def _check_weights(weights: str | None, dtype: str) -> None:
+    if weights is None:
+        return
+    if weights not in BITS:
+        raise ExportError(f"weights {weights!r} is not one of {', '.join(BITS)}")
+    if dtype != "float32":
+        raise ExportError(
+            f"--weights {weights} goes with --dtype float32: the kernels for it are onnxruntime's on a CPU, "
+            f"TensorRT has none. Export for a GPU with --dtype {dtype} alone."
+        )
+
+
 def _check_output(output: Path, overwrite: bool) -> None:
     if not output.exists():
         return
@@ -224,11 +247,16 @@ def _copy_tokenizer(target: TargetCheckpoint | None, folder: Path) -> None:
 
 
 def _describe(
-    draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str, folder: Path
+    draft: DraftCheckpoint,
+    target: TargetCheckpoint | None,
+    dtype: str,
+    weights: str | None,
+    folder: Path,
 ) -> Bundle:
     return Bundle(
         path=folder,
         dtype=dtype,
+        weights=weights,
         draft=draft.config,
         draft_source=_source(draft, draft.format),
         target=None if target is None else target.config,

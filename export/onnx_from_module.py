@@ -17,7 +17,7 @@ import torch
 
 from dspark_trt.errors import ExportError
 from dspark_trt.export.graphs import Graph, example_inputs, symbolic_dims
-from dspark_trt.export.passes import drop_unused_outputs, fold_weight_transposes
+from dspark_trt.export.passes import drop_unused_outputs, fold_weight_transposes, unfilled
 
 OPSET = 24
 
@@ -92,17 +92,8 @@ def _restore_parameters(model: ir.Model, parameters: list[ir.Value]) -> None:
     for value in parameters:
         model.graph.inputs.remove(value)
         if value.uses():
-            value.const_value = _unfilled(value)
+            value.const_value = unfilled(value)
             model.graph.initializers.add(value)
-
-
-def _unfilled(value: ir.Value) -> ir.TensorProtocol:
-    def refuse() -> ir.TensorProtocol:
-        raise ExportError(f"weight {value.name} was never written")
-
-    assert value.dtype is not None
-    assert value.shape is not None
-    return ir.LazyTensor(refuse, dtype=value.dtype, shape=value.shape, name=value.name)
 
 
 def _optimise(model: ir.Model) -> None:

@@ -4,6 +4,7 @@
 import onnx_ir as ir
 
 from dspark_trt.bindings import TRANSPOSED_SUFFIX
+from dspark_trt.errors import ExportError
 
 
 def fold_weight_transposes(model: ir.Model) -> int:
@@ -60,3 +61,14 @@ def drop_unused_outputs(model: ir.Model) -> int:
             dropped += len(node.outputs) - used
             node.resize_outputs(used)
     return dropped
+
+
+def unfilled(value: ir.Value) -> ir.TensorProtocol:
+    """The tensor of an initializer whose value `weights.py` is to write."""
+
+    def refuse() -> ir.TensorProtocol:
+        raise ExportError(f"weight {value.name} was never written")
+
+    assert value.dtype is not None
+    assert value.shape is not None
+    return ir.LazyTensor(refuse, dtype=value.dtype, shape=value.shape, name=value.name)

@@ -14,6 +14,7 @@ import onnx_ir as ir
 import torch
 
 from dspark_trt.bindings import TRANSPOSED_SUFFIX
+from dspark_trt.block_weights import PACKED_SUFFIX, SCALES_SUFFIX, pack
 from dspark_trt.errors import ExportError
 from dspark_trt.models.loading import ParameterSource
 
@@ -25,6 +26,7 @@ _IR_DTYPES = {
     torch.float32: ir.DataType.FLOAT,
     torch.float16: ir.DataType.FLOAT16,
     torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.uint8: ir.DataType.UINT8,
     torch.int64: ir.DataType.INT64,
 }
 
@@ -33,8 +35,13 @@ class WeightFile:
     """Appends tensors to a file and hands out the graph tensors that point at them."""
 
     def __init__(
-        self, stream: BinaryIO, location: str, on_bytes: Callable[[int], None]
+        self,
+        stream: BinaryIO,
+        location: str,
+        on_bytes: Callable[[int], None],
+        bits: int | None = None,  # of quantised matrices
     ) -> None:
+        self._bits = bits
         self._stream, self._location, self._on_bytes = stream, location, on_bytes
         self._by_source: dict[tuple[object, ...], ir.TensorProtocol] = {}
         self._by_content: dict[str, tuple[int, int]] = {}
@@ -46,21 +53,26 @@ class WeightFile:
             ExportError: a weight is not finite, or has no place in the precision asked for.
         """
         for name, value in model.graph.initializers.items():
-            transposed = name.endswith(TRANSPOSED_SUFFIX)
-            source = sources.get(name.removesuffix(TRANSPOSED_SUFFIX))
+            form, stem = _form(name)
+            source = sources.get(stem)
             if source is not None:
-                value.const_value = self._stored(name, source, transposed)
-                value.type = ir.TensorType(_IR_DTYPES[source.dtype])
+                value.const_value = self._stored(name, source, form)
+                value.type = ir.TensorType(value.const_value.dtype)
 
-    def _stored(
-        self, name: str, source: ParameterSource, transposed: bool
-    ) -> ir.TensorProtocol:
-        key = (source, transposed)
-        if key not in self._by_source:
-            tensor = source.load(transposed=transposed)
+    def _stored(self, name: str, source: ParameterSource, form: str) -> ir.TensorProtocol:
+        if (source, form) not in self._by_source:
+            tensor = source.load(transposed=form == TRANSPOSED_SUFFIX)
             _check_finite(name, tensor)
-            self._by_source[key] = self._write(name, tensor)
-        return self._by_source[key]
+            if form in (PACKED_SUFFIX, SCALES_SUFFIX):
+                assert self._bits is not None
+                packed, scales = pack(tensor.numpy(), self._bits)
+                forms = {PACKED_SUFFIX: packed, SCALES_SUFFIX: scales}
+                written = {f: torch.from_numpy(values) for f, values in forms.items()}
+            else:
+                written = {form: tensor}
+            for each, values in written.items():
+                self._by_source[source, each] = self._write(name, values)
+        return self._by_source[source, form]
 
     def _write(self, name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
         shape, dtype = ir.Shape(tensor.shape), _IR_DTYPES[tensor.dtype]
@@ -89,6 +101,16 @@ class WeightFile:
             name=name,
             metadata_props=metadata,
         )
+
+
+def _form(name: str) -> tuple[str, str]:
+    """How an initializer holds its parameter, and the parameter's name."""
+    if name.endswith(TRANSPOSED_SUFFIX):
+        return TRANSPOSED_SUFFIX, name.removesuffix(TRANSPOSED_SUFFIX)
+    for form in (PACKED_SUFFIX, SCALES_SUFFIX):
+        if name.endswith(form):
+            return form, name.removesuffix(form)
+    return "", name
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

@@ -40,6 +40,13 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="float32 (CPU), float16 or bfloat16 (GPU).")
     ] = "float32",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="int8 or int4: matrices of fewer bits, for float32 on a CPU.",
+            show_default=False,
+        ),
+    ] = None,
     gamma: Annotated[
         int | None,
         typer.Option(
@@ -101,6 +108,7 @@ def command(
             host,
             output,
             dtype=dtype,
+            weights=weights,
             fused_verify=fused_verify,
             overwrite=overwrite,
             on_progress=show,
@@ -114,6 +122,7 @@ def command(
                 "graphs": list(bundle.graph_names),
                 "gamma": bundle.draft.gamma,
                 "dtype": bundle.dtype,
+                "weights": bundle.weights or bundle.dtype,
                 "bytes": size,
                 "seconds": round(seconds, 3),
                 "warnings": warnings,
@@ -122,7 +131,7 @@ def command(
         return
     console.print(
         f"{bundle.path}: {len(bundle.graph_names)} graphs, {size / 1e6:.1f} MB, γ = {bundle.draft.gamma}, "
-        f"{bundle.dtype}, {seconds:.1f} s",
+        f"{bundle.dtype}{f' with {bundle.weights} weights' if bundle.weights else ''}, {seconds:.1f} s",
         highlight=False,
     )
 

@@ -132,6 +132,7 @@ def _bundle_report(bundle: Bundle) -> Report:
         "draft": source(bundle.draft_source),
         "target": source(bundle.target_source),
         "dtype": bundle.dtype,
+        "weights": bundle.weights or bundle.dtype,
         "gamma": bundle.draft.gamma,
         "head": bundle.draft.head_type.value,
         "confidence": bundle.draft.confidence.value,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules filled from a bundle's own weights: the initializers of its graphs, under the modules' names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark_trt.bindings import TRANSPOSED_SUFFIX
+from dspark_trt.block_weights import PACKED_SUFFIX, SCALES_SUFFIX, unpack
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import BundleError
 from dspark_trt.models.chain import ChainDrafter
@@ -64,19 +65,33 @@ class StoredWeights:
         return module if self._device is None else module.to(self._device)
 
     def _of(self, graphs: tuple[str, ...], module: nn.Module) -> dict[str, Tensor]:
-        wanted = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        wanted = dict(module.named_parameters(remove_duplicate=False))
         stored: dict[str, Tensor] = {}
         for graph in graphs:
-            for tensor in _initializers(self._bundle.graph_path(graph)):
-                name = tensor.name.removesuffix(TRANSPOSED_SUFFIX)
-                if name in wanted and name not in stored:
-                    value = self._read(tensor)
-                    stored[name] = value if name == tensor.name else value.t()
+            tensors = {t.name: t for t in _initializers(self._bundle.graph_path(graph))}
+            for name, parameter in wanted.items():
+                value = None if name in stored else self._parameter(name, parameter, tensors)
+                if value is not None:
+                    stored[name] = value
         if missing := [name for name in wanted if name not in stored]:
             raise BundleError(
                 f"{self._bundle.path}: no graph holds {', '.join(missing)}. Export the bundle again."
             )
         return stored
+
+    def _parameter(
+        self, name: str, parameter: Tensor, tensors: Mapping[str, "TensorProto"]
+    ) -> Tensor | None:
+        """As it is, transposed, or of few bits: then the float32 matrix that these stand for."""
+        if name in tensors:
+            return self._read(tensors[name])
+        if (transposed := tensors.get(name + TRANSPOSED_SUFFIX)) is not None:
+            return self._read(transposed).t()
+        if (packed := tensors.get(name + PACKED_SUFFIX)) is not None:
+            parts = (packed, tensors[name + SCALES_SUFFIX])
+            values, scales = (self._read(part).cpu().numpy() for part in parts)
+            return torch.from_numpy(unpack(values, scales, parameter.shape[1])).to(self._device)
+        return None
 
     def _read(self, tensor: "TensorProto") -> Tensor:
         dtype = _torch_dtype(tensor.data_type)
@@ -111,6 +126,7 @@ def _torch_dtype(data_type: int) -> torch.dtype:
         TensorProto.FLOAT: torch.float32,
         TensorProto.FLOAT16: torch.float16,
         TensorProto.BFLOAT16: torch.bfloat16,
+        TensorProto.UINT8: torch.uint8,  # bytes of `block_weights`
         TensorProto.INT64: torch.int64,  # the map of a reduced draft vocabulary
     }
     return dtypes[data_type]
