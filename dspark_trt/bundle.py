@@ -6,7 +6,7 @@ without a new export; they carry their own checks and are not listed.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dspark_trt.block_weights import BITS
 from dspark_trt.config import DraftConfig, TargetConfig
 from dspark_trt.errors import BundleError
 from dspark_trt.files import sha256_of_file, write_json
+from dspark_trt.verified_files import verified_sha256
 
 FORMAT_VERSION = 1
 DTYPES = ("float32", "float16", "bfloat16")
@@ -142,19 +143,23 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
     }
 
 
-def load_bundle(path: str | Path, *, verify_hashes: bool = True) -> Bundle:
+def load_bundle(
+    path: str | Path, *, verify_hashes: bool = True, trust_earlier: bool = True
+) -> Bundle:
     """Read and check a bundle.
 
     Args:
         path: the bundle's folder.
         verify_hashes: also hash every file; sizes and names are always checked.
+        trust_earlier: large files that were hashed here before, and not written to since, are not read again.
 
     Raises:
         BundleError: no bundle there, another format version, or a changed, missing or foreign file.
     """
     path = Path(path)
     bundle = _read_manifest(path)
-    _check_files(bundle, verify_hashes)
+    hash_of = verified_sha256 if trust_earlier else sha256_of_file
+    _check_files(bundle, hash_of if verify_hashes else None)
     return bundle
 
 
@@ -206,7 +211,7 @@ def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
     )
 
 
-def _check_files(bundle: Bundle, verify_hashes: bool) -> None:
+def _check_files(bundle: Bundle, hash_of: Callable[[Path], str] | None) -> None:
     mend = "Restore it, or export the bundle again."
     for name, record in bundle.files.items():
         file = bundle.path / name
@@ -217,7 +222,7 @@ def _check_files(bundle: Bundle, verify_hashes: bool) -> None:
             raise BundleError(
                 f"{bundle.path}: {name} has {size} bytes, expected {record.size_bytes}. {mend}"
             )
-        if verify_hashes and (seen := sha256_of_file(file)) != record.sha256:
+        if hash_of is not None and (seen := hash_of(file)) != record.sha256:
             raise BundleError(
                 f"{bundle.path}: {name} was changed: sha256 {seen[:12]}…, "
                 f"expected {record.sha256[:12]}…. {mend}"

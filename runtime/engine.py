@@ -128,6 +128,7 @@ class Engine:
             tap_size=bundle.draft.tap_size,
             is_chain=bundle.draft.chain is not None,
             strict_margin=options.strict_margin,
+            feeds_every_request=options.prefix_cache_bytes > 0,
         )
         self._waiting = WaitingQueue(
             AdmissionLimits(

@@ -98,6 +98,7 @@ class Rounds:
         tap_size: int,
         is_chain: bool = False,
         strict_margin: float = 0.0,
+        feeds_every_request: bool = False,
     ) -> None:
         self.active: list[Sequence] = []  # position is cache row
         self.planner = planner
@@ -115,6 +116,9 @@ class Rounds:
         self._max_context_tokens = max_context_tokens
         self._processors: ProcessorTable | None = None
         self._strict_margin = strict_margin
+        self._feeds_every_request = (
+            feeds_every_request  # also who never drafts: prefixes are shared
+        )
         self._no_draft_logits = np.zeros((max_batch, self._gamma, 0), np.float32)
         self._free_slots = list(range(max_batch))
 
@@ -485,11 +489,12 @@ class Rounds:
         if was_prefilling:
             sequence.prefilled += len(taps)
             table.target_len[row] += len(taps)
-            if self._is_chain:
-                self._keep_taps(row, taps)
-            else:
-                self._append_taps(row, taps)
-            self._rebase(row, taps)
+            if self._is_fed(sequence):
+                if self._is_chain:
+                    self._keep_taps(row, taps)
+                else:
+                    self._append_taps(row, taps)
+                self._rebase(row, taps)
             if sequence.is_prefilling:
                 return
         if accepted < 0 and sequence.is_doubtful:
@@ -512,10 +517,15 @@ class Rounds:
             self._processors.count(row, tokens)
         if not was_prefilling:
             table.target_len[row] += accepted + 1
-            self._keep_taps(row, taps[: accepted + 1])
-            self._rebase(row, taps[: accepted + 1])
+            if self._is_fed(sequence):
+                self._keep_taps(row, taps[: accepted + 1])
+                self._rebase(row, taps[: accepted + 1])
         if sequence.finish_reason is None and sequence.length >= self._max_context_tokens:
             sequence.finish(FinishReason.CAPACITY)
+
+    def _is_fed(self, sequence: Sequence) -> bool:
+        """Whether the drafter gets this request's taps."""
+        return sequence.request.speculate or self._feeds_every_request
 
     def _keep_taps(self, row: int, taps: Floats) -> None:
         """Taps of committed rows wait for the next draft step; too many of them go through `context`."""

@@ -40,7 +40,7 @@ def command(
     from dspark_trt.bundle import load_bundle
     from dspark_trt.checkpoint import read_target
 
-    loaded = load_bundle(bundle)
+    loaded = load_bundle(bundle, trust_earlier=False)
     drafter = None if draft is None else _read_draft(draft, loaded)
     served = None if target is None else read_target(target)
     _check_models(loaded)
