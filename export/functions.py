@@ -26,17 +26,14 @@ def greedy_draft(draft: ir.Model, sampling_inputs: tuple[Binding, ...], name: st
     """A copy of a draft step, without its function bodies, that takes the first maximum of every slot."""
     model = ir.from_proto(ir.to_proto(draft))
     model.graph.name = name
-    for node in list(model.graph):
-        if node.op_type == "SampleDraft":
-            best = ir.node("ArgMax", [node.inputs[0]], {"axis": -1, "keepdims": 0})
-            best.outputs[0].name, best.outputs[0].type = (
-                node.outputs[0].name,
-                node.outputs[0].type,
-            )
-            best.outputs[0].shape = node.outputs[0].shape
-            model.graph.insert_before(node, best)
-            ir.convenience.replace_all_uses_with(node.outputs[0], best.outputs[0])
-            model.graph.remove(node, safe=True)
+    for node in [node for node in model.graph if node.op_type == "SampleDraft"]:
+        best = ir.node("ArgMax", [node.inputs[0]], {"axis": -1, "keepdims": 0})
+        token, drawn = best.outputs[0], node.outputs[0]
+        token.name, token.type, token.shape = drawn.name, drawn.type, drawn.shape
+        model.graph.insert_before(node, best)
+        drawn.replace_all_uses_with(token)
+        model.graph.remove(node, safe=True)
+    model.opset_imports.pop("dspark", None)
     dropped = {binding.name for binding in sampling_inputs}
     for value in [value for value in model.graph.inputs if value.name in dropped]:
         model.graph.inputs.remove(value)
