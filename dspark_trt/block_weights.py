@@ -35,7 +35,8 @@ def packed_shapes(
 
 def pack(matrix: Floats, bits: int) -> tuple[Bytes, Floats]:
     """Round to the nearest step; of each block the largest magnitude is exact."""
-    bytes_shape, scales_shape = packed_shapes(*matrix.shape, bits)
+    outputs, inputs = matrix.shape
+    bytes_shape, scales_shape = packed_shapes(outputs, inputs, bits)
     packed, scales = np.empty(bytes_shape, np.uint8), np.empty(scales_shape, np.float32)
     for start in range(0, len(matrix), _ROWS_AT_ONCE):  # temporaries are several times a matrix
         rows = slice(start, start + _ROWS_AT_ONCE)

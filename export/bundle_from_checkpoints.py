@@ -161,8 +161,7 @@ def _write_graphs(
             if graph.name == "draft":
                 greedy = greedy_draft(model, sampling_inputs(config), GREEDY_DRAFT)
                 _save(greedy, folder / f"{GREEDY_DRAFT}.onnx")
-                add_dspark_functions(model, config.decoder.vocab_size)
-            _save(model, folder / f"{graph.name}.onnx")
+            _save(add_dspark_functions(model), folder / f"{graph.name}.onnx")
 
 
 def _write_verifiers(draft: DraftCheckpoint, folder: Path) -> None:

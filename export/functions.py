@@ -8,13 +8,19 @@ import onnx_ir as ir
 from dspark_trt.bindings import Binding
 
 
-def add_dspark_functions(model: ir.Model, vocab_size: int) -> ir.Model:
+def add_dspark_functions(model: ir.Model) -> ir.Model:
     """Add the function bodies of the `dspark` nodes that `model` contains."""
     from dspark_trt.plugins.draft_functions import sample_draft_function
     from dspark_trt.plugins.functions import dspark
     from dspark_trt.plugins.verify_model import function_protos
 
-    if any(node.domain == dspark.domain for node in model.graph):
+    sampling = next((node for node in model.graph if node.domain == dspark.domain), None)
+    if sampling is not None:
+        logits = sampling.inputs[0]
+        assert logits is not None
+        assert logits.shape is not None
+        vocab_size = logits.shape[-1]
+        assert isinstance(vocab_size, int)  # a dimension of the head
         for proto in function_protos(sample_draft_function(vocab_size)):
             function = ir.serde.deserialize_function(proto)
             model.functions[function.identifier()] = function

@@ -7,13 +7,14 @@ step on one scale, so that a token would depend on who else is in the batch and 
 
 import onnx_ir as ir
 
+from dspark_trt.bindings import TRANSPOSED_SUFFIX
 from dspark_trt.block_weights import (
     PACKED_SUFFIX,
     SCALES_SUFFIX,
     block_size,
     packed_shapes,
 )
-from dspark_trt.export.passes import TRANSPOSED_SUFFIX, unfilled
+from dspark_trt.export.passes import unfilled
 
 DOMAIN = "com.microsoft"
 # All that cost anything, but the projection of the taps, which are large, and the confidence head, whose

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from dspark_trt.runtime.request import FinishReason
 from dspark_trt.runtime.rounds import STAGES, RoundReport
 
+Counts = NDArray[np.int64]
 Gap = Callable[[], NDArray[np.float64]]
 
 
@@ -38,17 +39,36 @@ class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no type
         self.rounds = self.target_rows = 0
         self.tokens = self.prompt_tokens = 0
         self.reasons: Counter[str] = Counter()  # decoding requests by why ℓ was chosen
-        self.lengths = np.zeros(gamma + 1, np.int64)  # drafted rounds by ℓ
-        self.accepted_lengths = np.zeros(
-            gamma + 1, np.int64
-        )  # drafted rounds by accepted drafts
-        self.reached = np.zeros(gamma, np.int64)  # verified at a position, all before accepted
-        self.accepted = np.zeros(gamma, np.int64)
+        # Drafted rounds by ℓ and accepted drafts: all there is to say about acceptance.
+        self._outcomes = np.zeros((gamma + 1, gamma + 1), np.int64)
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.finished: Counter[str] = Counter()
         self._gamma = gamma
         self._gap = calibration_gap
         self.registry.register(self)
+
+    @property
+    def lengths(self) -> Counts:  # [K+1]
+        """Drafted rounds by ℓ."""
+        return np.asarray(self._outcomes.sum(axis=1))
+
+    @property
+    def accepted_lengths(self) -> Counts:  # [K+1]
+        """Drafted rounds by accepted drafts."""
+        return np.asarray(self._outcomes.sum(axis=0))
+
+    @property
+    def reached(self) -> Counts:  # [K]
+        """Drafts verified at a position, all before them accepted."""
+        verified, accepted = np.indices(self._outcomes.shape)
+        seen = np.minimum(accepted + 1, verified)
+        return np.array([self._outcomes[seen > k].sum() for k in range(self._gamma)])
+
+    @property
+    def accepted(self) -> Counts:  # [K]
+        """Drafts accepted at a position."""
+        by_count = self.accepted_lengths
+        return by_count[::-1].cumsum()[::-1][1:]
 
     @property
     def accepted_length(self) -> float | None:
@@ -77,12 +97,7 @@ class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no type
             self.reasons[report.undrafted_reason] += count
             if not drafted.any():
                 return
-        lengths, accepted = report.lengths[drafted], report.accepted[drafted]
-        np.add.at(self.lengths, lengths, 1)
-        np.add.at(self.accepted_lengths, accepted, 1)
-        positions = np.arange(self._gamma)
-        self.accepted += (positions < accepted[:, None]).sum(axis=0)
-        self.reached += (positions < np.minimum(accepted + 1, lengths)[:, None]).sum(axis=0)
+        np.add.at(self._outcomes, (report.lengths[drafted], report.accepted[drafted]), 1)
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus sees."""

@@ -176,7 +176,7 @@ class _Cached:
 # A graph of its own for greedy batches holds the drafter's weights once more. Where they are many, the
 # time that sampling costs beside them is small.
 _GREEDY_DRAFT_BELOW_BYTES = 64_000_000
-_SAMPLING_INPUTS = ("temperature", "uniforms")
+_BLOCK_INPUTS = ("anchor_ids", "new_taps", "new_len", "context_len")
 
 
 class OrtDraftModel:
@@ -230,9 +230,8 @@ class OrtDraftModel:
         batch = len(inputs.anchor_ids)
         self.reserve(int((inputs.context_len + inputs.new_len).max()))
         self._cached.bind(graph, slice(0, batch))
-        for name, values in zip(DraftInputs._fields, inputs, strict=True):
-            if not (is_greedy and name in _SAMPLING_INPUTS):
-                graph.feed(name, values)
+        for name in _BLOCK_INPUTS if is_greedy else DraftInputs._fields:
+            graph.feed(name, getattr(inputs, name))
         outputs = self._outputs.first(batch)
         graph.bind_outputs(outputs)
         graph.run()

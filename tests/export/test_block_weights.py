@@ -3,6 +3,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -47,7 +48,12 @@ def test_kernels_multiply_with_what_unpack_says(inputs: int, bits: int) -> None:
     matrix[3] = 0
     packed, scales = pack(matrix, bits)
     assert (packed.shape, scales.shape) == packed_shapes(50, inputs, bits)
-    attributes = {"K": inputs, "N": 50, "bits": bits, "block_size": block_size(inputs, bits)}
+    attributes: dict[str, Any] = {
+        "K": inputs,
+        "N": 50,
+        "bits": bits,
+        "block_size": block_size(inputs, bits),
+    }
     graph = helper.make_graph(
         [
             helper.make_node(
