@@ -154,7 +154,7 @@ class ChainDrafter(nn.Module):
             step = self.lm_head(self.norm(hidden))
             if self.vocabulary is not None:
                 step = self.vocabulary.spread(step, UNDRAFTABLE)
-            tokens.append(sample_draft(step, temperature, uniforms[:, k]))
+            tokens.append(sample_draft(step.unsqueeze(1), temperature, uniforms, k).squeeze(1))
             logits.append(step)
             if k + 1 == gamma:
                 break
