@@ -73,13 +73,12 @@ def curves(bench: Bench, limits: MachineLimits) -> list[Curve]:
     measured = partial(curve, bench, backend.options.threads)
 
     def draft_least(batch: int = 1, context: int = 256, config: DraftConfig = draft) -> float:
-        work = draft_work(config, batch=batch, context=context, weight_bytes=4)
+        work = draft_work(config, batch=batch, context=context)
         return 1e3 * work.seconds(limits)
 
     def target_least(batch: int = 1, rows: int = 8, context: int = 256) -> float:
         work = target_work(
             target, batch=batch, rows=batch * rows, logit_rows=batch * rows, context=context,
-            weight_bytes=4,
         )  # fmt: skip
         return 1e3 * work.seconds(limits)
 

@@ -478,13 +478,13 @@ def roofline(bench: Bench) -> Iterator[Figure]:
         )
 
     arms: dict[str, tuple[Callable[[], object], Work]] = {}
-    work = draft_work(bundle.draft, batch=batch, context=CONTEXT, weight_bytes=4)
+    work = draft_work(bundle.draft, batch=batch, context=CONTEXT)
     for heat, own in inputs.items():
         arms[f"draft step, T = {heat:g}"] = partial(drafter.draft, own), work
     for count, own_rows in rows.items():
         work = target_work(
             bundle.target, batch=batch, rows=batch * count, logit_rows=batch * count,
-            context=CONTEXT, weight_bytes=4,
+            context=CONTEXT,
         )  # fmt: skip
         arms[f"target step, {count} rows each"] = partial(target.step, own_rows), work
     for heat in (0.0, 1.0):

@@ -13,6 +13,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.block_weights import BITS, block_size
+from dspark_trt.bundle import Bundle
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.backends import Backend
 from dspark_trt.runtime.bench_limits import MachineLimits
@@ -318,14 +320,16 @@ def least_seconds(
     assert bundle.target is not None
     rounds, batch = tally.rounds, cell.requests
     context, rows = tally.context / tally.decoding, tally.rows / rounds
-    width = weight_bytes(bundle.dtype)
+    weights, caches = element_bytes(bundle)
     share = tally.drafted / tally.decoding  # of requests and rounds that draft
-    draft = draft_work(bundle.draft, batch=batch, context=context, weight_bytes=width)
+    draft = draft_work(
+        bundle.draft, batch=batch, context=context, weight_bytes=weights, cache_bytes=caches
+    )
     work = {
         "draft": Work(share * draft.nbytes, share * draft.flops),
         "target": target_work(
             bundle.target, batch=batch, rows=rows, logit_rows=rows, context=context,
-            weight_bytes=width,
+            weight_bytes=weights, cache_bytes=caches,
         ),
         "verify": verify_work(
             bundle.draft.decoder.vocab_size,
@@ -337,6 +341,10 @@ def least_seconds(
     return {part: own.seconds(limits) for part, own in work.items()}
 
 
-def weight_bytes(dtype: str) -> float:
-    """Bytes of one element of a matrix."""
-    return {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}[dtype]
+def element_bytes(bundle: Bundle) -> tuple[float, float]:
+    """Bytes of one element of a matrix and of a cache, as a bundle stores them."""
+    caches = 4.0 if bundle.dtype == "float32" else 2.0
+    if bundle.weights is None:
+        return caches, caches
+    bits = BITS[bundle.weights]
+    return bits / 8 + 4 / block_size(bundle.draft.decoder.hidden_size, bits), caches

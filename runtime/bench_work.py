@@ -29,8 +29,15 @@ class Work:
         return max(self.nbytes / limits.bytes_per_second, self.flops / limits.flops)
 
 
-def draft_work(config: DraftConfig, *, batch: int, context: float, weight_bytes: float) -> Work:
-    """One fused draft step of B requests; `weight_bytes` an element of a matrix."""
+def draft_work(
+    config: DraftConfig,
+    *,
+    batch: int,
+    context: float,
+    weight_bytes: float = _FLOAT32,
+    cache_bytes: float = _FLOAT32,
+) -> Work:
+    """One fused draft step of B requests; bytes are those of one element of a matrix, of a cache."""
     decoder, gamma = config.decoder, config.gamma
     new, slots = batch * (gamma + 1), batch * config.block_slots
     hidden, vocab = decoder.hidden_size, config.head_vocab_size
@@ -43,7 +50,7 @@ def draft_work(config: DraftConfig, *, batch: int, context: float, weight_bytes:
         work += _product(decoder.num_heads * decoder.head_dim, hidden, slots, weight_bytes)
         work += _mlp(decoder, decoder.intermediate_size, slots, weight_bytes)
         rows = context + gamma + 1 + config.block_slots
-        work += _attention(decoder, batch, config.block_slots, rows, weight_bytes)
+        work += _attention(decoder, batch, config.block_slots, rows, cache_bytes)
     work += _product(hidden, vocab, batch * gamma, weight_bytes)
     for _ in range(gamma if config.head_type is not HeadType.NONE else 0):
         work += _head_step(config, batch, weight_bytes)
@@ -52,7 +59,8 @@ def draft_work(config: DraftConfig, *, batch: int, context: float, weight_bytes:
 
 def target_work(
     config: TargetConfig, *, batch: int, rows: float, logit_rows: float, context: float,
-    weight_bytes: float,
+    weight_bytes: float = _FLOAT32,
+    cache_bytes: float = _FLOAT32,
 ) -> Work:  # fmt: skip
     """One target step of T rows over B requests."""
     decoder = config.decoder
@@ -69,7 +77,7 @@ def target_work(
             work += _product(hidden, experts.count, rows, _FLOAT32)
         else:
             work += _mlp(decoder, decoder.intermediate_size, rows, weight_bytes)
-        work += _attention(decoder, batch, rows / batch, context + rows / batch, weight_bytes)
+        work += _attention(decoder, batch, rows / batch, context + rows / batch, cache_bytes)
     work += _product(hidden, decoder.vocab_size, logit_rows, weight_bytes)
     return work + _written_logits(logit_rows, decoder.vocab_size)
 

@@ -93,7 +93,7 @@ def test_draft_work_is_what_the_graph_does(
     bundle = fixture_bundle(name)
     path = bundle.graph_path("draft")
     seen = counted(path, draft_feeds(bundle.draft, path), tmp_path)
-    said = draft_work(bundle.draft, batch=BATCH, context=CONTEXT, weight_bytes=4)
+    said = draft_work(bundle.draft, batch=BATCH, context=CONTEXT)
     assert said.flops == pytest.approx(seen.flops, rel=0.03)
     assert said.nbytes == pytest.approx(seen.nbytes, rel=0.03)
 
@@ -110,7 +110,7 @@ def test_target_work_is_what_the_graph_does(tiny_bundle: Bundle, tmp_path: Path)
     assert tiny_bundle.target is not None
     said = target_work(
         tiny_bundle.target, batch=BATCH, rows=BATCH * own, logit_rows=BATCH * own,
-        context=CONTEXT, weight_bytes=4,
+        context=CONTEXT,
     )  # fmt: skip
     assert said.flops == pytest.approx(seen.flops, rel=0.03)
     assert said.nbytes == pytest.approx(seen.nbytes, rel=0.03)
