@@ -8,6 +8,9 @@ from typing import Any
 from dspark_trt.bundle import TOKENIZER, Bundle
 from dspark_trt.errors import BundleError, RequestError
 
+_LONG_TEXT = (
+    4096  # characters; from here on other threads must go on meanwhile, which a batch allows
+)
 _REPLACEMENT = "\ufffd"  # what a decoder writes for an unfinished character
 
 
@@ -45,7 +48,14 @@ class TextCodec:
         return isinstance(self._template, str)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < _LONG_TEXT:
+            return tuple(
+                self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            )
+        (found,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return tuple(found.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Tokens of a conversation, ready for the assistant's answer.

@@ -20,7 +20,7 @@ _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type"
 def api_routes(service: Service) -> APIRouter:
     """Completions, chat completions and models."""
     router = APIRouter(tags=["OpenAI"])
-    generates = documented(400, 401, 404, 413, 422, 429, 500, 503)
+    generates = documented(400, 401, 404, 413, 429, 500, 503)
     event_stream = {"text/event-stream": {"schema": _EVENT}}
 
     @router.post(
@@ -49,7 +49,7 @@ def api_routes(service: Service) -> APIRouter:
     @router.get(
         "/v1/models",
         response_model=responses.ModelList,
-        responses=documented(401, 429),
+        responses=documented(401),
     )
     async def models() -> Response:
         """The one model of this server."""
@@ -58,7 +58,7 @@ def api_routes(service: Service) -> APIRouter:
     @router.get(
         "/v1/models/{model:path}",
         response_model=responses.Model,
-        responses=documented(401, 404, 429),
+        responses=documented(401, 404),
     )
     async def model(model: str) -> Response:
         """The model of this name."""

@@ -47,6 +47,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     app.include_router(status_routes(service), dependencies=security)
     app.include_router(probe_routes(service))
     app.include_router(page_routes())
+    _forget_422(app)
     rate = settings.requests_per_minute
     app.add_middleware(
         Doorkeeper,
@@ -56,6 +57,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     )
     app.add_middleware(AccessLog, metrics=service.metrics, is_logged=settings.access_log)
     return app
+
+
+def _forget_422(app: FastAPI) -> None:
+    """The framework describes its own answer to invalid bodies; ours is a 400."""
+    for path in app.openapi()["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

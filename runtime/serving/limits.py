@@ -77,12 +77,13 @@ class Doorkeeper:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         try:
             self._check(scope)
         except ApiError as error:
+            record_of(scope).error = error.code
             await error.response()(scope, receive, send)
             return
         await self._app(scope, _Limited(receive, self._max_body_bytes), send)
@@ -106,6 +107,11 @@ class Doorkeeper:
         declared = headers.get("content-length", "0")
         if len(declared) > 18 or int(declared) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
+
+
+def _path(scope: Scope) -> str:
+    """Without the prefix that the application is mounted under."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 class _Limited:

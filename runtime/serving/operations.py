@@ -48,7 +48,7 @@ def status_routes(service: Service) -> APIRouter:
         response_class=Response,
         responses={
             200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-            **documented(401, 429, 503),
+            **documented(401, 503),
         },
     )
     async def metrics() -> Response:
@@ -56,7 +56,7 @@ def status_routes(service: Service) -> APIRouter:
         media_type = "text/plain; version=0.0.4; charset=utf-8"
         return Response(await service.metrics_text(), media_type=media_type)
 
-    @router.get("/status", responses=documented(401, 429, 503))
+    @router.get("/status", responses=documented(401, 503))
     async def status() -> JSONResponse:
         """What `Engine.status` says: load, acceptance by position, calibration, notes."""
         return JSONResponse({**await service.status(), "generating": service.generating})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live page: three static files and a policy that lets them load nothing else."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -26,10 +27,13 @@ def page_routes() -> APIRouter:
     """Open to everyone: the page has nothing of its own and asks for a key where there is one."""
     router = APIRouter()
     for path, (name, media_type) in _UI_FILES.items():
-        content = (_UI / name).read_bytes()
-
-        async def file(content: bytes = content, media_type: str = media_type) -> Response:
-            return Response(content, media_type=media_type, headers=_UI_HEADERS)
-
+        file = _file((_UI / name).read_bytes(), media_type)
         router.add_api_route(path, file, methods=["GET"], include_in_schema=False)
     return router
+
+
+def _file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    async def file() -> Response:  # without parameters: those would be the query's to set
+        return Response(content, media_type=media_type, headers=_UI_HEADERS)
+
+    return file

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of requests. What is not listed here is refused by name: nothing is silently ignored.
 
-Null means absent, as in OpenAI's API. Types are strict: "1" is no number.
+Null means absent, as in OpenAI's API. Types are strict: "1" is no number. Validation ends at the first fault
+of a list or object: a body of a megabyte can hold a million of them, and a report of all takes seconds.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from dspark_trt.bundle import MOST_TOP_LOGPROBS
 
 _MOST_STOPS = 16
 _MOST_BIASES = 1024
+_SHOWN_NAME = 100
 _INT64 = 1 << 63
 
 # What OpenAI's API has and this server has not: values that ask for nothing are accepted.
@@ -42,15 +45,43 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+
+def _few_biases(value: Any) -> Any:
+    """Before the entries are looked at; a bound of the type would come after them."""
+    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+        raise ValueError(
+            f"logit_bias has {len(value)} entries, at most {_MOST_BIASES} are taken"
+        )
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[TokenName, Bias], BeforeValidator(_few_biases), Field(max_length=_MOST_BIASES)
+]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_every_name(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for name in body:
+                if name not in known:
+                    # Made up by a client: may be long, and half of a surrogate pair.
+                    shown = str(name)[:_SHOWN_NAME].encode("utf-8", "replace").decode()
+                    raise PydanticCustomError(
+                        "unknown_parameter", "unknown parameter: {name}", {"name": shown}
+                    )
+        return body
 
 
 class StreamOptions(Strict):
@@ -79,7 +110,7 @@ class Sampling(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenName, Bias] | None = Field(None, max_length=_MOST_BIASES)
+    logit_bias: Biases | None = None
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     # Extensions that other servers have too.
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
@@ -99,7 +130,11 @@ class Sampling(Strict):
                 body[name] == idle and type(body[name]) is type(idle)
                 for idle in _UNSUPPORTED[name]
             ):
-                raise ValueError(f"{name} is not supported by this server")
+                raise PydanticCustomError(
+                    "unsupported_parameter",
+                    "{name} is not supported by this server",
+                    {"name": name},
+                )
             del kept[name]
         return kept
 
@@ -113,12 +148,9 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]],
-            Field(min_length=1),
-        ]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
 
@@ -130,7 +162,7 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -163,7 +195,7 @@ ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discrimina
 
 
 class ChatRequest(Sampling):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)

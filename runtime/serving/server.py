@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the application under uvicorn. SIGTERM or Ctrl-C drains, a second one stops at once."""
+"""Runs the application under uvicorn. SIGTERM or Ctrl-C drains, a second one ends it."""
 
 import asyncio
 import socket
@@ -31,7 +31,7 @@ class DrainingServer(uvicorn.Server):
         self._when_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: stop."""
+        """First signal: drain. Second: stop within `_CLOSE_S`."""
         if self._service.is_draining:
             self.should_exit = True
         self._service.begin_drain()

@@ -62,7 +62,9 @@ class Translator:
             RequestError: something asked for cannot be done here.
             CapacityError: a prompt or its answer is too long.
         """
-        prompts = tuple(self._encode(prompt) for prompt in _listed(body.prompt))
+        texts = _listed(body.prompt)
+        self._check_count(len(texts), body.n or 1)
+        prompts = tuple(self._encode(text) for text in texts)
         asked = body.max_tokens or min(COMPLETION_TOKENS, self._most_output)
         return self._job(body, prompts, asked, None, body.logprobs)
 
@@ -83,6 +85,7 @@ class Translator:
             for message in body.messages
         ]
         _require_text(*(message["content"] for message in messages))
+        self._check_count(1, body.n or 1)
         prompt = self.codec.encode_chat(messages)
         room = max(self._context - len(prompt), 1)
         asked = body.max_completion_tokens or body.max_tokens or min(room, self._most_output)
@@ -107,12 +110,6 @@ class Translator:
         schema: dict[str, Any] | None,
         logprobs: int | None,
     ) -> Job:
-        choices = body.n or 1
-        if len(prompts) * choices > self._settings.max_choices:
-            raise RequestError(
-                f"{len(prompts)} prompts times n = {choices} are more sequences than the "
-                f"{self._settings.max_choices} this server takes in one request"
-            )
         self._check_lengths(prompts, max_new_tokens)
         extensions = body.dspark
         is_traced = bool(extensions and extensions.trace)
@@ -129,9 +126,17 @@ class Translator:
                 timeout_s=self._settings.request_timeout_s,
             )
             for prompt in prompts
-            for choice in range(choices)
+            for choice in range(body.n or 1)
         )
         return Job(requests, prompts, logprobs, is_traced)
+
+    def _check_count(self, prompts: int, choices: int) -> None:
+        """Before anything is encoded."""
+        if prompts * choices > self._settings.max_choices:
+            raise RequestError(
+                f"{prompts} prompts times n = {choices} are more sequences than the "
+                f"{self._settings.max_choices} this server takes in one request"
+            )
 
     def _check_lengths(self, prompts: tuple[Prompt, ...], max_new_tokens: int) -> None:
         most = self._settings.max_prompt_tokens

@@ -14,21 +14,26 @@ def validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it does not parse")
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    param = _param(first["loc"])
+    place = _param(first["loc"])
+    name = first.get("ctx", {}).get("name")  # of a parameter that is not taken
+    param = ".".join(part for part in (place, name) if part) or None
     return ApiError(
         400, _sentence(first, error.errors(), param), param=param, code=_code(first)
     )
 
 
 def _code(error: Any) -> str:
-    return {"extra_forbidden": "unknown_parameter", "missing": "missing_parameter"}.get(
-        error["type"], "invalid_value"
-    )
+    kind = str(error["type"])
+    if kind.endswith("_parameter"):
+        return kind
+    return "missing_parameter" if kind == "missing" else "invalid_value"
 
 
 def _sentence(first: Any, errors: Any, param: str | None) -> str:
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "unknown_parameter":
         return f"unknown parameter: {param}"
+    if first["type"] == "unsupported_parameter":
+        return str(first["msg"])
     if first["type"] == "value_error":  # a sentence of ours
         return str(first["ctx"]["error"])
     # The alternatives of a union report one by one.

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.engine import EngineOptions
+from dspark_trt.runtime.text import TextCodec
 from tests.serving.conftest import HTTP, MODEL, PROMPT, Running, running_server
 
 LONG: dict[str, Any] = {
@@ -135,6 +137,51 @@ def test_hostile_bodies_get_one_sentence(server: Running, path: str, body: bytes
     assert 0 < len(message) < 500
     assert "\n" not in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("path", "faulty"),
+    [
+        ("completions", {"prompt": [1.5] * 180_000}),
+        ("completions", {"prompt": [[]] * 180_000}),
+        ("completions", {"prompt": "x", "logit_bias": {f"{n}x": 1 for n in range(80_000)}}),
+        ("completions", {"prompt": "x", **{f"x{n}": 1 for n in range(70_000)}}),
+        ("completions", {"prompt": ["x"] * 200_000}),
+        ("chat/completions", {"messages": [1] * 300_000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [1] * 300_000}]}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_megabyte_of_faults_is_one_fault(server: Running, path: str, faulty: Any) -> None:
+    """A report of each would hold Python's lock, and with it every stream, for ten seconds."""
+    body = json.dumps({"model": MODEL, **faulty}, separators=(",", ":"))
+    assert 500_000 < len(body) < 1 << 20
+    headers = {"content-type": "application/json"}
+    before = time.process_time()
+    refused = HTTP.post(f"{server.url}/v1/{path}", content=body, headers=headers)
+    assert time.process_time() - before < 2  # the server is in this process
+    assert refused.status_code == 400
+    assert len(refused.json()["error"]["message"]) < 300
+
+
+def test_a_long_text_is_encoded_beside_the_others(tiny_bundle: Bundle) -> None:
+    codec = TextCodec(tiny_bundle)
+    text = "Sam has 3 apples. " * 30_000
+    done, ticks = threading.Event(), 0
+
+    def encode() -> None:
+        codec.encode(text)
+        done.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    while not done.wait(0.001):
+        ticks += 1
+    assert ticks > 5
+    assert codec.encode(text) == sum(
+        (codec.encode(part) for part in ["Sam has 3 apples.", " Sam has 3 apples." * 29_999]),
+        (),
+    ) + codec.encode(" ")
 
 
 def test_other_content_types_are_not_read(server: Running) -> None:

@@ -12,7 +12,7 @@ from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.serving.settings import ServerSettings
 from dspark_trt.runtime.text import TextCodec
-from tests.serving.conftest import MODEL, PROMPT, Running, running_server
+from tests.serving.conftest import HTTP, MODEL, PROMPT, Running, running_server
 from tests.serving.test_openai_client import Alone
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -167,6 +167,14 @@ def test_markup_stays_text(page: Any) -> None:
     assert page.inner_text("#output .user") == prompt
     assert page.query_selector("#output img, #output script") is None
     assert page.title() == "dspark-trt"
+
+
+def test_the_query_says_nothing(server: Running) -> None:
+    plain = HTTP.get(f"{server.url}/ui")
+    asked = HTTP.get(f"{server.url}/ui?content=<script>1</script>&media_type=text/x")
+    assert asked.content == plain.content
+    assert asked.headers["content-type"] == plain.headers["content-type"]
+    assert "script-src 'self'" in plain.headers["content-security-policy"]
 
 
 def test_stop_aborts(page: Any, server: Running) -> None:

@@ -19,7 +19,7 @@ from dspark_trt.bundle import Bundle
 from tests.serving.conftest import HTTP, MODEL, PROMPT, ServerProcess, server_process
 
 SHORT: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
-LONG: dict[str, Any] = {**SHORT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {**SHORT, "max_tokens": 500, "ignore_eos": True, "stream": True}
 
 
 async def read(client: httpx.AsyncClient, begun: asyncio.Event) -> list[str]:
@@ -77,6 +77,26 @@ def test_what_outlasts_the_drain_is_told_so(tiny_bundle: Bundle) -> None:
         started = time.monotonic()
         assert server.process.wait(30) == 0
         assert time.monotonic() - started < 10
+
+
+def test_a_second_signal_does_not_wait(tiny_bundle: Bundle) -> None:
+    with server_process(tiny_bundle, "--drain-seconds", "600") as server:
+
+        async def run() -> None:
+            async with httpx.AsyncClient(
+                verify=False, base_url=server.url, timeout=60
+            ) as client:
+                begun = [asyncio.Event() for _ in range(8)]
+                reading = [asyncio.create_task(read(client, each)) for each in begun]
+                for each in begun:
+                    await each.wait()
+                for _ in range(2):
+                    server.process.send_signal(signal.SIGTERM)
+                    await asyncio.sleep(0.3)
+                await asyncio.gather(*reading, return_exceptions=True)
+
+        asyncio.run(run())
+        assert server.process.wait(20) == 0
 
 
 def test_an_idle_server_stops_at_once(tiny_bundle: Bundle) -> None:
