@@ -71,14 +71,17 @@ class TritonPythonModel:
         self._engine.close(drain_s=_DRAIN_S)
 
     async def _answer(self, inference: Any) -> None:
+        """Send every response. Once the final one is out, nothing may touch the sender: the server frees it."""
         sender = inference.get_response_sender()
+        final = self._server.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         try:
             inputs = _inputs(inference)
             request = self._request(inputs)
             await self._generate(sender, request, is_streamed=bool(inputs.get("stream", True)))
         except Exception as error:
-            failed = self._server.InferenceResponse([], self._error(error))
-            sender.send(failed, flags=self._server.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            sender.send(self._server.InferenceResponse([], self._error(error)), flags=final)
+        else:
+            sender.send(flags=final)
 
     def _error(self, error: Exception) -> Any:
         kinds = self._server.TritonError
@@ -101,6 +104,7 @@ class TritonPythonModel:
             finally:
                 watching.cancel()
                 reading.cancel()
+                await asyncio.gather(watching, reading, return_exceptions=True)
 
     async def _send_events(self, sender: Any, group: RequestGroup, is_streamed: bool) -> None:
         async for event in group:
@@ -112,7 +116,6 @@ class TritonPythonModel:
                 sender.send(self._response(event))
         if not is_streamed:
             sender.send(self._response(group.completions[group.request_ids[0]]))
-        sender.send(flags=self._server.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _response(self, source: TokenEvent | Completion) -> Any:
         reason = "" if source.finish_reason is None else source.finish_reason.value

@@ -2,6 +2,7 @@
 """The documentation against the program: commands, files, metrics and messages that it names exist."""
 
 import ast
+import json
 import re
 import shlex
 import shutil
@@ -82,17 +83,56 @@ def test_the_quick_start_runs(tiny_bundle: Bundle, tmp_path: Path) -> None:
 
 
 def test_python_in_pages_runs() -> None:
-    """The README's runs in test_readme, examples in test_examples, what needs a server in tests/serving."""
+    """What needs no server; the README's runs in test_readme, examples in test_examples."""
     programs = [
         content
         for page in PAGES[1:]
         for language, content in _BLOCK.findall(page.read_text())
-        if language == "python"
-        and not re.search(r"--8<--|^from ray|^import tritonclient", content, re.M)
+        if language == "python" and page.name not in ("serving.md", "ray.md", "triton.md")
     ]
+    programs = [program for program in programs if "--8<--" not in program]
     assert programs
     for program in programs:
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_commands_for_the_server_run(tiny_bundle: Bundle) -> None:
+    """Every curl of OpenAI's API and every program of serving.md; those for Ray and Triton run in tests/serving."""
+    command = [sys.executable, "-m", "dspark_trt", "serve", str(tiny_bundle.path)]
+    options = ["--model-name", "bundle", "--port", "0", "--json", "--no-access-log"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = json.loads(server.stdout.readline())["url"].removeprefix("http://")
+            shell = [
+                c
+                for page in PAGES
+                for lang, c in _BLOCK.findall(page.read_text())
+                if lang in _SHELL
+            ]
+            lines = re.findall(
+                r"^(?:\$ )?(curl .*/v1/.*)$", "".join(shell).replace("\\\n", " "), re.MULTILINE
+            )
+            programs = [
+                c for lang, c in _BLOCK.findall(_page("serving.md")) if lang == "python"
+            ]
+            assert len(lines) >= 2
+            assert len(programs) >= 2
+            for line in lines:
+                there = re.sub(r"(localhost|127\.0\.0\.1):8000", address, line).replace(
+                    "NAME", "bundle"
+                )
+                subprocess.run(
+                    ["bash", "-c", there.replace("curl", "curl -sSf", 1)],
+                    check=True,
+                    timeout=60,
+                )
+            for program in programs:
+                there = f"bundle = {str(tiny_bundle.path)!r}\n{program.replace('127.0.0.1:8000', address)}"
+                subprocess.run([sys.executable, "-c", there], check=True, timeout=60)
+        finally:
+            server.terminate()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Triton Inference Server, from the wheel of nvidia-pytriton, over a repository of `triton-repo`.
+
+That server (2.51) is built for NumPy 1 and has the Python backend alone: it runs in an environment with an
+older NumPy, and loads graphs of the ONNX Runtime backend up to the missing backend.
+"""
+
+import os
+import queue
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from dspark_trt.bundle import Bundle
+from dspark_trt.runtime.engine import Engine, EngineOptions
+from dspark_trt.runtime.request import Completion, Request, SamplingParams
+from dspark_trt.runtime.text import TextCodec
+from tests.conftest import ROOT
+
+NUMPY_1 = Path(sys.prefix) / "numpy-1"  # `make dev` puts it there
+HAS_SERVER = bool(find_spec("pytriton") and find_spec("tritonclient") and NUMPY_1.is_dir())
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not HAS_SERVER, reason="no Triton server here: make dev installs one"),
+]
+
+TOPICS = (
+    "a stack",
+    "a queue",
+    "a tree",
+    "a hash table",
+    "a graph",
+    "a list",
+    "a heap",
+    "a set",
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    grpc: str
+    http: str
+    repository: Path
+    process: "subprocess.Popen[str]"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("triton")
+    command = ["triton-repo", str(tiny_bundle.path), "-o", str(folder / "repository")]
+    options = ["--name", "tiny", "--max-batch", "4", "--threads", "1", "--graph", "all"]
+    subprocess.run(
+        [sys.executable, "-m", "dspark_trt", *command, *options], cwd=ROOT, check=True
+    )
+    http, grpc = free_ports(2)
+    process = start(folder, http, grpc)
+    repository = folder / "repository"
+    found = Server(f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", repository, process)
+    try:
+        await_model(found)
+        yield found
+    finally:
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said[-3000:]
+
+
+def start(folder: Path, http: int, grpc: int) -> "subprocess.Popen[str]":
+    """The wheel's server, with the interpreter of a new environment: the Python backend asks the PATH."""
+    spec = find_spec("pytriton")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    wheel = Path(spec.submodule_search_locations[0]) / "tritonserver"
+    backend = folder / "backends" / "python"
+    shutil.copytree(wheel / "backends" / "python", backend)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shutil.copy(
+        wheel / "python_backend_stubs" / version / "triton_python_backend_stub", backend
+    )
+    (backend / "triton_python_backend_stub").chmod(0o755)
+    home = folder / "environment"
+    venv.create(home, with_pip=False, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    borrowed = [NUMPY_1, sysconfig.get_path("purelib"), ROOT]
+    (site / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed))
+    program = folder / "tritonserver"
+    shutil.copy(wheel / "bin" / "tritonserver", program)
+    program.chmod(0o755)
+    libraries = [sysconfig.get_config_var("LIBDIR"), wheel.parents[1] / "nvidia_pytriton.libs"]
+    environment = {
+        **os.environ,
+        "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
+    }
+    options = {
+        "model-repository": folder / "repository",
+        "model-control-mode": "explicit",
+        "load-model": "tiny",
+        "backend-directory": backend.parent,
+        "http-address": "127.0.0.1",
+        "http-port": http,
+        "grpc-address": "127.0.0.1",
+        "grpc-port": grpc,
+        "allow-metrics": "false",
+    }
+    return subprocess.Popen(
+        [program, *(f"--{name}={value}" for name, value in options.items())],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def await_model(server: Server) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            pytest.fail(server.process.communicate()[0][-3000:])
+        try:
+            if httpx.get(f"{server.http}/v2/models/tiny/ready").is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    pytest.fail("the model does not get ready")
+
+
+def requests_about(bundle: Bundle, tokens: int, temperature: float = 0.0) -> list[Request]:
+    codec = TextCodec(bundle)
+    chats = [[{"role": "user", "content": f"Explain what {topic} is."}] for topic in TOPICS]
+    return [
+        Request(
+            prompt_ids=codec.encode_chat(chat),
+            params=SamplingParams(
+                max_new_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True
+            ),
+            detokenize=True,
+        )
+        for seed, chat in enumerate(chats)
+    ]
+
+
+def here(bundle: Bundle, requests: list[Request]) -> list[Completion]:
+    with Engine.load(bundle, options=EngineOptions(max_batch=4)) as engine:
+        return engine.generate(requests)
+
+
+def inputs_of(request: Request) -> list[Any]:
+    """The request as tensors of the client library."""
+    params = request.params
+    values = {
+        "token_ids": np.array(request.prompt_ids, np.int32),
+        "max_tokens": np.array([params.max_new_tokens], np.int32),
+        "temperature": np.array([params.temperature], np.float32),
+        "seed": np.array([params.seed or 0], np.uint64),
+        "ignore_eos": np.array([params.ignore_eos]),
+    }
+    return [tensor(name, value) for name, value in values.items()]
+
+
+def tensor(name: str, value: Any) -> Any:
+    from tritonclient.grpc import InferInput
+    from tritonclient.utils import np_to_triton_dtype
+
+    made = InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+    made.set_data_from_numpy(value)
+    return made
+
+
+Answers = dict[str, list[Any]]
+
+
+def streamed(server: Server, requests: Sequence[Sequence[Any]]) -> Answers:
+    """Responses or the error of each request, all sent at once over one stream."""
+    from tritonclient.grpc import InferenceServerClient
+
+    responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    found: Answers = {str(number): [] for number in range(len(requests))}
+    open_ones = set(found)
+    with InferenceServerClient(server.grpc) as client:
+        client.start_stream(partial(_collect, responses))
+        for number, inputs in enumerate(requests):
+            client.async_stream_infer(
+                "tiny", list(inputs), request_id=str(number), enable_empty_final_response=True
+            )
+        while open_ones:
+            result, error = responses.get(timeout=60)
+            if error is not None:
+                assert len(requests) == 1
+                return {"0": [error]}
+            response = result.get_response()
+            if result.as_numpy("output_ids") is not None:
+                found[response.id].append(result)
+            if response.parameters["triton_final_response"].bool_param:
+                open_ones.remove(response.id)
+    return found
+
+
+def _collect(responses: "queue.Queue[tuple[Any, Any]]", result: Any, error: Any) -> None:
+    responses.put((result, error))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_streams_say_what_the_engine_here_says(
+    server: Server, tiny_bundle: Bundle, temperature: float
+) -> None:
+    requests = requests_about(tiny_bundle, 40, temperature)
+    found = streamed(server, [inputs_of(request) for request in requests])
+    for answers, done in zip(found.values(), here(tiny_bundle, requests), strict=True):
+        assert len(answers) > 1
+        ids = np.concatenate([each.as_numpy("output_ids") for each in answers])
+        kinds = np.concatenate([each.as_numpy("token_kinds") for each in answers])
+        assert ids.tolist() == list(done.token_ids)
+        assert [kind.decode() for kind in kinds] == [kind.value for kind in done.kinds]
+        assert b"".join(a.as_numpy("text_output")[0] for a in answers).decode() == done.text
+        reasons = [each.as_numpy("finish_reason")[0] for each in answers]
+        assert reasons == [b""] * (len(reasons) - 1) + [b"length"]
+
+
+def test_plain_http_gets_whole_answers_and_events(server: Server, tiny_bundle: Bundle) -> None:
+    request = requests_about(tiny_bundle, 40)[0]
+    body = {
+        "messages": '[{"role": "user", "content": "Explain what a stack is."}]',
+        "max_tokens": 40,
+        "ignore_eos": True,
+    }
+    expected = here(tiny_bundle, [request])[0].text
+    address = f"{server.http}/v2/models/tiny"
+    whole = httpx.post(f"{address}/generate", json={**body, "stream": False}, timeout=60)
+    assert whole.json()["text_output"] == expected
+    with httpx.stream("POST", f"{address}/generate_stream", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    texts = [httpx.Response(200, text=line.removeprefix("data: ")).json() for line in lines]
+    assert len(texts) > 1
+    assert "".join(each["text_output"] for each in texts) == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"token_ids": np.array([10**6], np.int32)}, "outside the vocabulary"),
+        ({"max_tokens": np.array([4], np.int32)}, "give one of text_input"),
+        ({"messages": np.array([b"{"], object)}, "no JSON list"),
+        (
+            {"token_ids": np.array([1], np.int32), "temperature": np.array([-1], np.float32)},
+            "temperature must be finite and at least 0, got -1",
+        ),
+    ],
+)
+def test_refusals_name_the_reason(server: Server, inputs: dict[str, Any], message: str) -> None:
+    found = streamed(server, [[tensor(name, value) for name, value in inputs.items()]])
+    assert message in str(found["0"][0])
+
+
+def test_the_documented_clients_run(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "embedding" / "triton.md").read_text()
+    page = page.replace("localhost:8001", server.grpc).replace("chat", "tiny")
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("[b")
+    (line,) = re.findall(r"^\$ (curl .*)$", page, re.MULTILINE)
+    command = line.replace("localhost:8000", server.http.removeprefix("http://"))
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, check=True, text=True)
+    assert (
+        '"finish_reason":"length"' in shown.stdout or '"finish_reason":"stop"' in shown.stdout
+    )
+
+
+def test_cancelled_requests_leave_the_engine(server: Server, tiny_bundle: Bundle) -> None:
+    """Sixteen long answers fill four batches; cancelled, they leave room for a short one at once."""
+    from tritonclient.grpc import InferenceServerClient
+
+    long = [inputs_of(request) for request in requests_about(tiny_bundle, 300)] * 2
+    short = inputs_of(requests_about(tiny_bundle, 2)[0])
+    began = time.monotonic()
+    streamed(server, long)
+    uncancelled = time.monotonic() - began
+    responses: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with InferenceServerClient(server.grpc) as client:
+        client.start_stream(partial(_collect, responses))
+        for inputs in long:
+            client.async_stream_infer("tiny", inputs)
+        responses.get(timeout=60)
+        client.stop_stream(cancel_requests=True)
+    began = time.monotonic()
+    (answers,) = streamed(server, [short]).values()
+    assert answers
+    assert time.monotonic() - began < uncancelled / 2
+
+
+def test_graphs_are_described_as_the_server_wants_them(
+    server: Server, tiny_bundle: Bundle
+) -> None:
+    """Parsed by the server, refused for its missing backend alone; names and shapes are the graphs' own."""
+    import onnxruntime as ort
+    from google.protobuf import text_format  # type: ignore[import-untyped]
+    from tritonclient.grpc import InferenceServerClient, model_config_pb2
+    from tritonclient.utils import InferenceServerException
+
+    with InferenceServerClient(server.grpc) as client:
+        for graph in tiny_bundle.graph_names:
+            name = f"tiny_{graph}"
+            with pytest.raises(
+                InferenceServerException, match="unable to find backend library"
+            ):
+                client.load_model(name)
+            text = (server.repository / name / "config.pbtxt").read_text()
+            config = text_format.Parse(text, model_config_pb2.ModelConfig())
+            session = ort.InferenceSession(
+                server.repository / name / "1" / "model.onnx",
+                providers=["CPUExecutionProvider"],
+            )
+            for described, real in (
+                (config.input, session.get_inputs()),
+                (config.output, session.get_outputs()),
+            ):
+                assert [t.name for t in described] == [t.name for t in real]
+                assert [len(t.dims) for t in described] == [len(t.shape) for t in real]
+                for mine, own in zip(described, real, strict=True):
+                    fixed = [isinstance(size, int) for size in own.shape]
+                    assert [size >= 0 for size in mine.dims] == fixed, (name, own.name)
+                    kind = model_config_pb2.DataType.Name(mine.data_type)
+                    assert kind == TYPES[own.type], (name, own.name)
+
+
+TYPES = {
+    "tensor(float)": "TYPE_FP32",
+    "tensor(int64)": "TYPE_INT64",
+    "tensor(int32)": "TYPE_INT32",
+    "tensor(bool)": "TYPE_BOOL",
+}
