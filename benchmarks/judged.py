@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -326,24 +325,25 @@ def generation(bench: Bench) -> Iterator[Figure]:
 class CallClock:
     """Seconds inside onnxruntime, of all sessions of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         import onnxruntime
 
-        self.seconds = 0.0
+        self.clock, self.seconds = clock, 0.0
         run = onnxruntime.InferenceSession.run_with_iobinding
 
         def timed(*args: object, **kwargs: object) -> object:
-            started = time.perf_counter()
+            started = clock()
             try:
                 return run(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - started
+                self.seconds += clock() - started
 
         onnxruntime.InferenceSession.run_with_iobinding = timed
 
 
 def host(bench: Bench) -> Iterator[Figure]:
-    clock, bundle = CallClock(), bench.tiny.bundle
+    bundle = bench.tiny.bundle
+    calls = CallClock(clock_for(bench.tiny.backend(bench).options.threads))
     listed = [ids for own in prompts(bundle, 12).values() for ids in own]
     for batch, bound in ((1, 0.10), (32, 0.05)):
         for temperature in (0.0, 1.0):
@@ -366,15 +366,15 @@ def host(bench: Bench) -> Iterator[Figure]:
                     )
                     engine.submit(Request(prompt_ids=ids, params=params))
                 while engine.has_work:
-                    started, clock.seconds = time.perf_counter(), 0.0
+                    started, calls.seconds = calls.clock(), 0.0
                     engine.step()
-                    taken = time.perf_counter() - started
+                    taken = calls.clock() - started
                     if (
                         turn
                         and reports[-1].decoding.all()
                         and len(reports[-1].decoding) == batch
                     ):
-                        shares.append(1 - clock.seconds / taken)
+                        shares.append(1 - calls.seconds / taken)
                         rounds.append(taken)
             yield Figure(
                 group="host",
