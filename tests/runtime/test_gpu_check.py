@@ -19,7 +19,6 @@ from dspark_trt.runtime.backends.interface import BackendOptions
 from dspark_trt.runtime.backends.ort_device_backend import OrtDeviceBackend
 from tests.conftest import ROOT
 
-
 # What a GPU machine need not have: importing it fails.
 BARE = """
 import sys
