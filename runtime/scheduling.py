@@ -21,8 +21,6 @@ from dspark_trt.runtime.scheduler import (
 )
 
 AUTO = "auto"
-# Where nothing is launched ahead, a budget from the past has no advantage over this round's confidences.
-_SYNCHRONOUS = ("onnxruntime",)
 NAMES = "auto, fixed:K, threshold:C, algorithm1, async"
 
 
@@ -79,8 +77,8 @@ def choose_scheduling(
         costs, note = bundled_costs(backend, target)
     if costs is None and choice == AUTO:
         return Scheduling(Fixed(gamma), None, None, note)
-    is_early = choice == "algorithm1" or (choice == AUTO and backend.name in _SYNCHRONOUS)
-    scheduler = Algorithm1(costs) if is_early else Asynchronous(costs)
+    # The engine launches nothing ahead: a budget from the past has no advantage over this round's confidences.
+    scheduler = Asynchronous(costs) if choice == "async" else Algorithm1(costs)
     return Scheduling(scheduler, costs, bypass or Bypass(), note)
 
 
