@@ -43,8 +43,9 @@ model = open_backend("onnxruntime", load_bundle(sys.argv[1])).draft_model(1)
 model.reserve(8)
 model.append(0, np.ones((3, 384), np.float32), 0)
 apart = np.zeros_like(model._cached.caches.arrays[0])
-model._context.bind("present_key_0", apart)
-model._context.run({})
+graph = model._graph("context")
+graph.bind("present_key_0", apart)
+graph.run()
 """
     command = [sys.executable, "-c", script, str(tiny_bundle.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
