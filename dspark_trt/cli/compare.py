@@ -89,28 +89,35 @@ def command(
 
 
 def _print(results: "list[DrafterResult]", requests: int) -> None:
-    table = Table(title=f"{requests} requests at a time", title_justify="left")
-    table.add_column("drafter", overflow="fold")
-    columns = ("γ", "accepted length", "acceptance by position", "draft ms", "pays above",
-               "best γ", "tokens/s", "× plain")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
+    figures = Table(title=f"{requests} requests at a time", title_justify="left")
+    figures.add_column("drafter", overflow="fold")
+    figures.add_column("tokens a round", justify="right", no_wrap=True)
+    for column in ("draft ms", "pays at", "best γ", "tok/s", "× plain"):
+        figures.add_column(column, justify="right")
+    most = max(result.gamma for result in results)
+    positions = Table(title="accepted, if reached, by position", title_justify="left")
+    positions.add_column("drafter", overflow="fold")
+    for position in range(1, most + 1):
+        positions.add_column(str(position), justify="right")
     for result in results:
+        name = escape(Path(result.bundle).name)
         low, high = result.accepted_length_interval
         least = result.break_even_acceptance
-        table.add_row(
-            escape(Path(result.bundle).name),
-            str(result.gamma),
+        figures.add_row(
+            name,
             f"{result.accepted_length:.2f} ({low:.2f}-{high:.2f})",
-            " ".join("-" if c is None else f"{c:.2f}" for c in result.conditional_acceptance),
             f"{result.draft_ms:.2f}",
             "never" if least >= 1 else f"{least:.2f}",
             str(result.recommended_gamma),
             f"{result.tokens_per_second:.0f}",
             f"{result.speed_up:.2f}",
         )
-    console.print(table)
+        shown = ["-" if c is None else f"{c:.2f}" for c in result.conditional_acceptance]
+        positions.add_row(name, *shown, *[""] * (most - result.gamma))
+    console.print(figures)
+    console.print(positions)
     console.print(
-        "accepted length: tokens a round, 95 % interval over requests; pays above: acceptance at which "
-        "some fixed length beats plain decoding; best γ: fixed length with the most tokens a second"
+        "tokens a round with its 95 % interval over requests; pays at: acceptance at which some fixed "
+        "length beats plain decoding; best γ: fixed length with the most tokens a second (0: do not draft); "
+        "× plain: drafts under the scheduler against plain decoding, in turns"
     )

@@ -122,7 +122,7 @@ def test_command(fixture_bundle: ExportBundle, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     shown = runner.invoke(app, ["compare", paths[0], *options])
     assert shown.exit_code == 0, shown.output
-    assert "accepted length" in shown.output
+    assert "accepted, if reached, by position" in shown.output
     prompts.write_text("\n")
     empty = runner.invoke(app, ["compare", paths[0], *options])
     assert isinstance(empty.exception, RequestError)
