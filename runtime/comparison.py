@@ -176,6 +176,8 @@ def _speeds(
         Engine(backend, options, scheduler=SCHEDULED, cost_table=costs) as scheduled,
     ):
         arms = [(PLAIN, plain), (SCHEDULED, scheduled)]
+        for _, engine in arms:  # graphs are loaded, and caches grow, when they are first needed
+            _decoding_rate(engine, prompts[: plan.requests], plan)
         for turn in range(plan.turns):
             for name, engine in arms if turn % 2 == 0 else reversed(arms):
                 rates[name].append(_decoding_rate(engine, prompts, plan))
