@@ -34,11 +34,15 @@ class RayEngine:
             EngineClosedError: every replica that was tried died.
         """
         for attempt in range(1, self._attempts + 1):
+            response = self._handle.complete.remote(request)
             try:
-                done: Completion = await self._handle.complete.remote(request)
+                done: Completion = await response
             except _GONE as error:
                 if attempt == self._attempts:
                     raise _given_up(attempt, error) from error
+            except BaseException:  # the caller goes: Ray would let the request run
+                response.cancel()
+                raise
             else:
                 return done
         raise AssertionError
@@ -52,15 +56,17 @@ class RayEngine:
         """
         streaming = self._handle.options(stream=True)
         for attempt in range(1, self._attempts + 1):
-            seen = 0
+            seen, response = 0, streaming.stream.remote(request)
             try:
-                async for event in streaming.stream.remote(request):
+                async for event in response:
                     seen += len(event.token_ids)
                     yield event
                 return
             except _GONE as error:
                 if seen or attempt == self._attempts:
                     raise _given_up(attempt, error, seen) from error
+            finally:
+                response.cancel()  # nothing, unless the reader goes
 
     def generate(self, request: Request, timeout_s: float | None = None) -> Completion:
         """`complete` for threads without an event loop.

@@ -93,6 +93,7 @@ def test_programs_answer_as_the_engine_here(
         assert shown.endswith("ended with code 0\n")
 
 
+@pytest.mark.slow
 def test_a_host_that_owns_its_target(tiny_bundle: Bundle) -> None:
     shown = run("host_owned_target", tiny_bundle.path, TINY_TARGET)
     assert "same tokens: yes" in shown

@@ -113,6 +113,27 @@ def test_refusals_arrive_as_they_are(handle: DeploymentHandle) -> None:
         RayEngine(handle, model="nope").generate(request, timeout_s=30)
 
 
+def test_requests_end_with_their_callers(handle: DeploymentHandle, tiny_bundle: Bundle) -> None:
+    """Time-outs and readers that go away end their requests on the replica, which all of them reach."""
+    request = requests_about(tiny_bundle, 900)[0]
+    engine = RayEngine(handle)
+
+    async def leave() -> None:
+        async for _ in engine.stream(request):
+            return
+
+    for _ in range(4):
+        with pytest.raises(TimeoutError):
+            engine.generate(request, timeout_s=0.1)
+        asyncio.run(leave())
+
+    def are_aborted() -> bool:
+        statuses = [handle.status.remote().result() for _ in range(8)]
+        return any(status["finished"].get("aborted", 0) >= 6 for status in statuses)
+
+    wait_until(are_aborted, seconds=20)
+
+
 def test_openai_api_over_ray(
     handle: DeploymentHandle, address: str, tiny_bundle: Bundle
 ) -> None:
