@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").glob("*/README.md"))
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SHELL = {"sh", "bash", "console", ""}
-_LINE = re.compile(r"^(?:\$ )?(?:\S*/)?dspark-trt (.*)$", re.MULTILINE)
+_LINE = re.compile(r"^(?:\$ )?(?:\S*/)?dspark-trt (.*?)(?: \||$)", re.MULTILINE)
 
 
 def commands() -> list[tuple[Path, list[str], bool]]:
@@ -31,8 +31,9 @@ def commands() -> list[tuple[Path, list[str], bool]]:
     found = []
     for page in PAGES:
         for language, content in _BLOCK.findall(page.read_text()):
-            lines = _LINE.findall(content.replace("\\\n", " ")) if language in _SHELL else []
-            found += [(page, shlex.split(line, comments=True), True) for line in lines]
+            if language in _SHELL:
+                lines = _LINE.findall(content.replace("\\\n", " ").replace(" && ", "\n"))
+                found += [(page, shlex.split(line, comments=True), True) for line in lines]
         mentioned = re.findall(r"`dspark-trt ([^`]+)`", _BLOCK.sub("", page.read_text()))
         found += [(page, shlex.split(text.split("…")[0]), False) for text in mentioned]
     return found
