@@ -189,7 +189,7 @@ def eager_arm(pair: EagerPair, length: int, new_tokens: int) -> Generate:
 def transformers_arm(
     model: transformers.PreTrainedModel, new_tokens: int, **options: int
 ) -> Generate:
-    model.generation_config.eos_token_id = None  # all arms go on behind stop tokens
+    model.generation_config.eos_token_id = -1  # none: all arms go on behind stop tokens
 
     def generate(prompt: Ids, temperature: float) -> list[int]:
         ids = torch.tensor([prompt])

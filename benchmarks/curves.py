@@ -35,7 +35,6 @@ from dspark_trt.runtime.bench_limits import MachineLimits, measure_limits
 from dspark_trt.runtime.bench_work import draft_work, target_work
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name, usable_cpus
-from dspark_trt.runtime.plots import _figure, _saved
 from dspark_trt.runtime.request import Request, SamplingParams
 
 Arms = Mapping[int, Callable[[], object]]  # x -> what costs
@@ -201,15 +200,19 @@ def memory(bench: Bench, requests: int) -> dict[str, object]:
     return {"requests": requests, "peak_bytes": peaks, "grown_in_second_half_bytes": grown}
 
 
-def plot(found: list[Curve], path: Path) -> Path:
-    figure, panels = _figure(len(found))
-    for axes, own in zip(panels, found, strict=True):
-        axes.plot(own.x, own.ms, marker="o", label="measured")
+def plot(found: list[Curve], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.4 * -(-len(found) // 3)), layout="constrained")
+    for index, own in enumerate(found, 1):
+        axes = figure.add_subplot(-(-len(found) // 3), 3, index)
+        axes.plot(own.x, own.ms, marker="o", markersize=3, label="measured")
         axes.plot(own.x, own.least_ms, color="0.6", label="limit of the machine")
-        axes.set(title=own.name, xlabel="", ylabel="ms", ylim=(0, None), xlim=(0, None))
-        axes.title.set_fontsize(8)
-    panels[0].legend(fontsize=7)
-    return _saved(figure, path)
+        axes.set(ylabel="ms", ylim=(0, None), xlim=(0, None))
+        axes.set_title(own.name, fontsize=8)
+        if index == 1:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
