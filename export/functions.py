@@ -37,7 +37,7 @@ def greedy_draft(draft: ir.Model, sampling_inputs: tuple[Binding, ...], name: st
         token, drawn = best.outputs[0], node.outputs[0]
         token.name, token.type, token.shape = drawn.name, drawn.type, drawn.shape
         model.graph.insert_before(node, best)
-        drawn.replace_all_uses_with(token)
+        drawn.replace_all_uses_with(token, replace_graph_outputs=True)  # with γ = 1 it is one
         model.graph.remove(node, safe=True)
     model.opset_imports.pop("dspark", None)
     dropped = {binding.name for binding in sampling_inputs}
