@@ -218,7 +218,9 @@ def random_drafter(folder: Path) -> Bundle:
     torch.manual_seed(0)
     for name, tensor in weights.items():
         if "embed_tokens" not in name and "lm_head" not in name and "norm" not in name:
-            weights[name] = torch.randn_like(tensor) * tensor.float().std(correction=0).to(tensor.dtype)
+            weights[name] = torch.randn_like(tensor) * tensor.float().std(correction=0).to(
+                tensor.dtype
+            )
     save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
     return export_bundle(
         read_draft(draft), read_target(example / "target"), folder / "bundle", dtype="float32"

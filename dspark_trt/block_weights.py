@@ -9,7 +9,6 @@ the low half of a byte.
 import numpy as np
 from numpy.typing import NDArray
 
-BITS = {"int8": 8, "int4": 4}  # by the name that `export --weights` takes
 PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".scales"  # initializers that stand for one weight
 
 _ROWS_AT_ONCE = 4096

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.block_weights import BITS
-from dspark_trt.config import DraftConfig, TargetConfig
+from dspark_trt.config import WEIGHT_BITS, DraftConfig, TargetConfig
 from dspark_trt.errors import BundleError
 from dspark_trt.files import sha256_of_file, write_json
 from dspark_trt.verified_files import verified_sha256
@@ -61,8 +60,8 @@ class Bundle:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.weights not in (None, *BITS):
-            raise ValueError(f"weights {self.weights!r} is not one of {', '.join(BITS)}")
+        if self.weights not in (None, *WEIGHT_BITS):
+            raise ValueError(f"weights {self.weights!r} is not one of {', '.join(WEIGHT_BITS)}")
 
     @property
     def max_context_tokens(self) -> int:

@@ -13,6 +13,9 @@ from typing import Any, Self
 MOST_CHAIN_TOKENS = 1 << 24  # integers that float32 holds exactly
 
 
+WEIGHT_BITS = {"int8": 8, "int4": 4}  # by the name that `export --weights` takes
+
+
 class HeadType(StrEnum):
     """Sequential heads of the paper (section 3.1); NONE is plain DFlash (``markov_rank`` 0)."""
 

@@ -12,7 +12,6 @@ import onnx_ir as ir
 
 from dspark_trt import __version__
 from dspark_trt.bindings import sampling_inputs
-from dspark_trt.block_weights import BITS
 from dspark_trt.bundle import (
     DTYPES,
     FUSED_TARGET,
@@ -33,7 +32,7 @@ from dspark_trt.checkpoint import (
     check_pair,
     source_hash,
 )
-from dspark_trt.config import DraftConfig
+from dspark_trt.config import WEIGHT_BITS, DraftConfig
 from dspark_trt.errors import ExportError
 from dspark_trt.export.functions import add_dspark_functions, greedy_draft
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
@@ -97,7 +96,9 @@ def export_bundle(
     _check_disk(output, plan.sources)
     try:
         with new_directory(output, replace=overwrite) as folder:
-            _write_graphs(plan, draft.config, BITS.get(weights or ""), folder, on_progress)
+            _write_graphs(
+                plan, draft.config, WEIGHT_BITS.get(weights or ""), folder, on_progress
+            )
             _write_verifiers(draft, folder)
             if target is not None and fused_verify:
                 _write_fused_target(draft.config.gamma, folder)
@@ -205,8 +206,8 @@ def _distinct(sources: tuple[dict[str, ParameterSource], ...]) -> set[ParameterS
 def _check_weights(weights: str | None, dtype: str) -> None:
     if weights is None:
         return
-    if weights not in BITS:
-        raise ExportError(f"weights {weights!r} is not one of {', '.join(BITS)}")
+    if weights not in WEIGHT_BITS:
+        raise ExportError(f"weights {weights!r} is not one of {', '.join(WEIGHT_BITS)}")
     if dtype != "float32":
         raise ExportError(
             f"--weights {weights} goes with --dtype float32: the kernels for it are onnxruntime's on a CPU, "

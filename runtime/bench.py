@@ -13,8 +13,9 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.block_weights import BITS, block_size
+from dspark_trt.block_weights import block_size
 from dspark_trt.bundle import Bundle
+from dspark_trt.config import WEIGHT_BITS
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.backends import Backend
 from dspark_trt.runtime.bench_limits import MachineLimits
@@ -346,5 +347,5 @@ def element_bytes(bundle: Bundle) -> tuple[float, float]:
     caches = 4.0 if bundle.dtype == "float32" else 2.0
     if bundle.weights is None:
         return caches, caches
-    bits = BITS[bundle.weights]
+    bits = WEIGHT_BITS[bundle.weights]
     return bits / 8 + 4 / block_size(bundle.draft.decoder.hidden_size, bits), caches

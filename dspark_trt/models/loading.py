@@ -28,7 +28,12 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _EXPERTS = ".experts"  # their matrices are side by side in a module
-_FLOAT32_PARTS = ("norm", "confidence_head", "mlp.gate.", "layer_scalar")  # tiny, and where 16 bits hurt
+_FLOAT32_PARTS = (
+    "norm",
+    "confidence_head",
+    "mlp.gate.",
+    "layer_scalar",
+)  # tiny, and where 16 bits hurt
 
 
 @dataclass(frozen=True, slots=True)

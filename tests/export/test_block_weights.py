@@ -11,9 +11,10 @@ import pytest
 from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 
-from dspark_trt.block_weights import BITS, block_size, pack, packed_shapes, unpack
+from dspark_trt.block_weights import block_size, pack, packed_shapes, unpack
 from dspark_trt.bundle import Bundle, load_bundle
 from dspark_trt.checkpoint import read_draft, read_target
+from dspark_trt.config import WEIGHT_BITS
 from dspark_trt.errors import ExportError
 from dspark_trt.export.bundle_from_checkpoints import export_bundle
 from dspark_trt.export.parity import check_parity
@@ -39,7 +40,7 @@ def quantised(shared_folder: Path) -> Bundle:
     return load_bundle(folder / "bundle", verify_hashes=False)
 
 
-@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize("bits", WEIGHT_BITS.values())
 @pytest.mark.parametrize("inputs", [32, 40, 96, 256, 576])
 def test_kernels_multiply_with_what_unpack_says(inputs: int, bits: int) -> None:
     """Without rounding of the inputs (`accuracy_level` 0) the two differ by the order of sums only."""
