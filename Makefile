@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TESTS ?= tests
 
-.PHONY: demo test check format dev wheel-check bench clean
+.PHONY: demo test check format dev wheel-check bench docs triton-server clean
 
 demo: $(VENV)/run.stamp  ## a small language model: prepare, export, answer with and without speculation
 	$(BIN)/python examples/smollm2/demo.py
@@ -28,8 +28,15 @@ dev: $(VENV)/dev.stamp  ## virtual environment for development
 wheel-check: $(VENV)/dev.stamp  ## build the wheel, install it in a fresh environment, import everything
 	$(BIN)/python -m pytest -q tests/packaging -m slow
 
-bench: $(VENV)/dev.stamp
-	$(BIN)/python benchmarks/engine.py
+bench: $(VENV)/dev.stamp  ## the promised speeds, measured on this machine
+	$(BIN)/python benchmarks/judged.py
+
+docs: $(VENV)/dev.stamp  ## the documentation site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+triton-server: $(VENV)/dev.stamp  ## what tests/serving/test_triton.py needs; 150 MB, asks for older libraries than ours
+	$(BIN)/python -m pip install --no-deps -c constraints.txt nvidia-pytriton tritonclient python-rapidjson
+	$(BIN)/python -m pip install --no-deps --target $(VENV)/numpy-1 'numpy==1.26.4'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

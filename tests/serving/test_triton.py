@@ -32,13 +32,13 @@ from dspark_trt.runtime.request import Completion, Request, SamplingParams
 from dspark_trt.runtime.text import TextCodec
 from tests.conftest import ROOT
 
-NUMPY_1 = Path(sys.prefix) / "numpy-1"  # `make dev` puts it there
+NUMPY_1 = Path(sys.prefix) / "numpy-1"  # `make triton-server` puts it there
 HAS_SERVER = bool(find_spec("pytriton") and find_spec("tritonclient") and NUMPY_1.is_dir())
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(not HAS_SERVER, reason="no Triton server here: make dev installs one"),
+    pytest.mark.skipif(not HAS_SERVER, reason="no Triton server here: make triton-server installs one"),
 ]
 
 TOPICS = (
