@@ -8,7 +8,7 @@ import numpy as np
 
 from dspark_trt.runtime.bench import PARTS
 from dspark_trt.runtime.bench_report import Report, is_whole
-from dspark_trt.runtime.plots import _figure, _saved
+from dspark_trt.runtime.plots import new_figure, save_figure
 
 
 def plot_bench(report: Report, folder: Path) -> list[Path]:
@@ -27,7 +27,7 @@ def plot_bench(report: Report, folder: Path) -> list[Path]:
 
 
 def _speeds(cells: Sequence[Report], heats: Sequence[float], path: Path) -> Path:
-    figure, panels = _figure(len(heats))
+    figure, panels = new_figure(len(heats))
     loads = sorted({cell["requests"] for cell in cells})
     for axes, heat in zip(panels, heats, strict=True):
         for name in dict.fromkeys(cell["scheduler"] for cell in cells):
@@ -38,11 +38,11 @@ def _speeds(cells: Sequence[Report], heats: Sequence[float], path: Path) -> Path
         axes.set_xticks(loads, map(str, loads))
     panels[0].set(ylabel="tokens/s, first scheduler = 1")
     panels[0].legend(fontsize=7)
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
 def _parts(cells: Sequence[Report], heats: Sequence[float], path: Path) -> Path:
-    figure, panels = _figure(len(heats))
+    figure, panels = new_figure(len(heats))
     for axes, heat in zip(panels, heats, strict=True):
         own = [cell for cell in cells if cell["temperature"] == heat]
         names = [f"{cell['scheduler']}, {cell['requests']}" for cell in own]
@@ -54,4 +54,4 @@ def _parts(cells: Sequence[Report], heats: Sequence[float], path: Path) -> Path:
         axes.set(xlabel="share of a round", title=f"T = {heat:g}")
         axes.tick_params(labelsize=6)
     panels[0].legend(fontsize=6)
-    return _saved(figure, path)
+    return save_figure(figure, path)

@@ -29,9 +29,9 @@ def plot_calibration(calibration: Calibration, held_out: Traces, folder: Path) -
     """Reliability (figure 6), threshold sweep (figure 5), conditional acceptance (figure 2)."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        _saved(_reliability(calibration, held_out), folder / "reliability.png"),
-        _saved(_threshold_sweep(calibration, held_out), folder / "threshold_sweep.png"),
-        _saved(_conditional_acceptance(held_out), folder / "conditional_acceptance.png"),
+        save_figure(_reliability(calibration, held_out), folder / "reliability.png"),
+        save_figure(_threshold_sweep(calibration, held_out), folder / "threshold_sweep.png"),
+        save_figure(_conditional_acceptance(held_out), folder / "conditional_acceptance.png"),
     ]
 
 
@@ -39,14 +39,14 @@ def plot_simulation(outcomes: Mapping[str, Mapping[str, Outcome]], folder: Path)
     """Throughput against speed a user (figure 7); throughput and budget against load (figure 8)."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
-        _saved(_throughput_and_speed(outcomes), folder / "throughput_user_speed.png"),
-        _saved(_throughput_and_budget(outcomes), folder / "throughput_budget.png"),
+        save_figure(_throughput_and_speed(outcomes), folder / "throughput_user_speed.png"),
+        save_figure(_throughput_and_budget(outcomes), folder / "throughput_budget.png"),
     ]
 
 
 def plot_comparison(results: Sequence[DrafterResult], path: Path) -> Path:
     """Conditional acceptance by position (figure 2), accepted length with its interval, and speed."""
-    figure, panels = _figure(3)
+    figure, panels = new_figure(3)
     names = [Path(result.bundle).name for result in results]
     for result, name in zip(results, names, strict=True):
         positions = np.arange(1, result.gamma + 1)
@@ -63,12 +63,12 @@ def plot_comparison(results: Sequence[DrafterResult], path: Path) -> Path:
     panels[2].set(ylabel="speed, plain decoding = 1")
     for axes in panels[1:]:
         axes.tick_params(axis="x", labelrotation=20)
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_cost_table(table: CostTable, path: Path) -> Path:
     """Milliseconds of a round over the tokens of its step, a line for each context bucket."""
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     tokens = np.arange(1, table.max_tokens + 1)
     for context in table.context_tokens or (None,):
         seconds = table.seconds(1, table.max_tokens, context_tokens=context)
@@ -79,10 +79,10 @@ def plot_cost_table(table: CostTable, path: Path) -> Path:
     )
     if table.context_tokens:
         axes.legend()
-    return _saved(figure, path)
+    return save_figure(figure, path)
 
 
-def _figure(panels: int) -> tuple["Figure", Sequence[Any]]:
+def new_figure(panels: int) -> tuple["Figure", Sequence[Any]]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -95,7 +95,7 @@ def _figure(panels: int) -> tuple["Figure", Sequence[Any]]:
     return figure, figure.subplots(1, panels, squeeze=False)[0]
 
 
-def _saved(figure: "Figure", path: Path) -> Path:
+def save_figure(figure: "Figure", path: Path) -> Path:
     figure.savefig(path, dpi=120)
     return path
 
@@ -114,7 +114,7 @@ def _reliability(calibration: Calibration, held_out: Traces) -> "Figure":
         "and online": replay_online(calibration, held_out),
     }
     positions = sorted({0, 1, calibration.gamma // 2})
-    figure, panels = _figure(len(positions))
+    figure, panels = new_figure(len(positions))
     for axes, k in zip(panels, positions, strict=True):
         axes.plot([0, 1], [0, 1], color="0.7")
         for name, confidence in said.items():
@@ -132,7 +132,7 @@ def _threshold_sweep(calibration: Calibration, held_out: Traces) -> "Figure":
         held_out.accept_prefix_mask,
         np.linspace(0.0, 0.95, 20),
     )
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     axes.plot(sweep["threshold"], sweep["verified_per_round"], label="verified a round")
     axes.plot(sweep["threshold"], sweep["accepted_per_round"], label="accepted a round")
     axes.set(xlabel="confidence threshold", ylabel="drafts")
@@ -144,7 +144,7 @@ def _threshold_sweep(calibration: Calibration, held_out: Traces) -> "Figure":
 
 
 def _conditional_acceptance(held_out: Traces) -> "Figure":
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     positions = np.arange(1, held_out.gamma + 1)
     for index, name in enumerate(held_out.domain_names):
         rows = held_out.domain == index
@@ -157,7 +157,7 @@ def _conditional_acceptance(held_out: Traces) -> "Figure":
 
 
 def _throughput_and_speed(outcomes: Mapping[str, Mapping[str, Outcome]]) -> "Figure":
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     _many_lines(axes)
     for name, by_load in outcomes.items():
         axes.plot(
@@ -171,7 +171,7 @@ def _throughput_and_speed(outcomes: Mapping[str, Mapping[str, Outcome]]) -> "Fig
 
 
 def _throughput_and_budget(outcomes: Mapping[str, Mapping[str, Outcome]]) -> "Figure":
-    figure, panels = _figure(2)
+    figure, panels = new_figure(2)
     for axes in panels:
         _many_lines(axes)
     for name, by_load in outcomes.items():
