@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,12 @@ def run_check(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     (bare / "sitecustomize.py").write_text(BARE)
     done = subprocess.run(
         ["sh", str(ROOT / "scripts" / "gpu_check.sh"), "--small", "--out", str(out), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(bare)},
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(bare),
+        },
         cwd=out.parent,
         capture_output=True,
         text=True,

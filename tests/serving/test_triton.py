@@ -38,7 +38,9 @@ HAS_SERVER = bool(find_spec("pytriton") and find_spec("tritonclient") and NUMPY_
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(not HAS_SERVER, reason="no Triton server here: make triton-server installs one"),
+    pytest.mark.skipif(
+        not HAS_SERVER, reason="no Triton server here: make triton-server installs one"
+    ),
 ]
 
 TOPICS = (
