@@ -7,6 +7,8 @@ a request when the drafts it keeps outnumber the plain rounds they cost, draftin
 Legend: R requests, K = γ drafted tokens.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -16,19 +18,21 @@ from dspark_trt.runtime.cost_model import CostModel
 Floats = NDArray[np.float64]
 
 
+class Spent(NamedTuple):
+    """Plain rounds by request; of the shape of the lengths."""
+
+    together: Floats  # the draft step is shared by those that drafted, the longer step by verified tokens
+    alone: Floats  # what a request would save that stops while the others go on: the last row of the draft step
+
+
 def plain_rounds_spent(
     table: CostModel,
     lengths: ArrayLike,  # [R] or [n, R] ℓ_r
     drafted: ArrayLike,  # the same shape; whether the request drafted at all
     *,
     context_tokens: float | None = None,
-    alone: bool = False,
-) -> Floats:  # the same shape
-    """What drafting and verification cost each request beyond its plain round.
-
-    The draft step is shared by those that drafted, the longer target step by verified tokens. ``alone``:
-    what a request would save that stops while the others go on: of the draft step, the last row.
-    """
+) -> Spent:
+    """What drafting and verification cost each request beyond its plain round."""
     verified = np.asarray(lengths, dtype=np.int64)
     took_part = np.asarray(drafted, dtype=np.float64)
     requests = verified.shape[-1]
@@ -42,17 +46,17 @@ def plain_rounds_spent(
     last = (
         (took_part * np.arange(1, requests + 1)).max(axis=-1).astype(np.int64)
     )  # rows it runs
-    draft = np.array([table.draft_cost(int(rows), context_tokens) for rows in last.flat])
-    if alone:
-        fewer = [
-            table.draft_cost(int(rows), context_tokens) for rows in (last - 1).clip(0).flat
-        ]
-        share = draft - fewer
-    else:
-        share = draft / np.maximum(took_part.sum(axis=-1), 1.0).reshape(-1)
-    spent = took_part * share.reshape(last.shape)[..., None]
-    spent += verified * (seconds - step[0]) / np.maximum(tokens, 1)
-    return np.asarray(spent * requests / step[0])
+    draft, fewer = (
+        np.reshape([table.draft_cost(int(n), context_tokens) for n in rows.flat], last.shape)
+        for rows in (last, (last - 1).clip(0))
+    )
+    drafting = np.maximum(took_part.sum(axis=-1), 1.0)
+    step_share = verified * (seconds - step[0]) / np.maximum(tokens, 1)
+    together, alone = (
+        (took_part * share[..., None] + step_share) * (requests / step[0])
+        for share in (draft / drafting, draft - fewer)
+    )
+    return Spent(together, alone)
 
 
 def _padded(table: CostModel, verified: NDArray[np.int64], context: float | None) -> Floats:
@@ -113,7 +117,7 @@ def expected_gain(
     spent = plain_rounds_spent(
         table, np.full(requests, length), np.ones(requests), context_tokens=context_tokens
     )
-    return accepted - float(spent[0]), squared - accepted**2
+    return accepted - float(spent.together[0]), squared - accepted**2
 
 
 def recommended_length(

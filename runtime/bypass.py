@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dspark_trt.runtime.break_even import Spent
+
 _LEVELS = 20  # up to a million running requests
 _LONGEST_BACKOFF = 64.0  # its power of two is far beyond any longest wait
 
@@ -101,13 +103,12 @@ class Bypass:
         slots: ArrayLike,  # [R]
         *,
         drafted: ArrayLike,  # [R] or [n, R] bool, what ``drafting`` said
-        spent: ArrayLike,  # the same shape; plain rounds, break_even.plain_rounds_spent
-        alone: ArrayLike,  # the same shape; what each would save by stopping alone
+        spent: Spent,  # of the same shape
         accepted: ArrayLike,  # the same shape; accepted drafts
     ) -> BypassState:
         """The accounts after a round, or after n rounds of the same requests."""
         took_part = np.atleast_2d(np.asarray(drafted, dtype=np.float64))
-        cost, own_cost = np.atleast_2d(spent) * took_part, np.atleast_2d(alone) * took_part
+        cost, own_cost = (np.atleast_2d(each) * took_part for each in spent)
         kept = np.atleast_2d(accepted) * took_part
         rows = np.asarray(slots, dtype=np.int64)
         shared = _shared_column(state, rows.size)

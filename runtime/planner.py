@@ -43,7 +43,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BYPASSED = "drafting does not pay: bypassed"
-LEARNED_TOGETHER = 4  # rounds, and four times as many outcomes (requests times rounds)
+LEARNED_TOGETHER = 16  # rounds
 _FIXED_TOGETHER = 64  # only drift learns from fixed lengths, and it is read by people
 
 
@@ -235,8 +235,7 @@ class Planner:
         self._unlearned.append(_Outcome(planned, drafted, lengths, accepted, context_tokens))
         rounds = len(self._unlearned)
         is_probe = self._some_stopped and (drafted & self._stopped).any()
-        is_enough = rounds >= self._patience and rounds * drafted.size >= 4 * self._patience
-        if is_probe or is_enough or not self._is_known:
+        if is_probe or rounds >= self._patience or not self._is_known:
             self._learn()
 
     def _learn(self) -> None:
@@ -249,19 +248,9 @@ class Planner:
         accepted = np.stack([each.accepted for each in rounds])
         if self._bypass is not None and self.table is not None:
             context = self._context(rounds[-1].context_tokens)
-            spent, alone = (
-                plain_rounds_spent(
-                    self.table, lengths, drafted, context_tokens=context, alone=alone
-                )
-                for alone in (False, True)
-            )
+            spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
             self._accounts = self._bypass.updated(
-                self._accounts,
-                self._slots,
-                drafted=drafted,
-                spent=spent,
-                alone=alone,
-                accepted=accepted,
+                self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
             )
             self._look_up_accounts()
         if all(each.planned.confidence is not None for each in rounds):

@@ -303,8 +303,7 @@ class _Accounts:
             return
         self.unlearned.append((lengths, accepted))
         self.context = context
-        rounds = len(self.unlearned)
-        if rounds >= LEARNED_TOGETHER and rounds * lengths.size >= 4 * LEARNED_TOGETHER:
+        if len(self.unlearned) >= LEARNED_TOGETHER:
             self._learn_together()
 
     def _learn_together(self) -> None:
@@ -317,19 +316,9 @@ class _Accounts:
     def _learn(
         self, drafted: NDArray[np.bool_], lengths: Ints, accepted: Ints, context: float | None
     ) -> None:
-        spent, alone = (
-            plain_rounds_spent(
-                self.table, lengths, drafted, context_tokens=context, alone=alone
-            )
-            for alone in (False, True)
-        )
+        spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
         self.state = self.bypass.updated(
-            self.state,
-            self.running,
-            drafted=drafted,
-            spent=spent,
-            alone=alone,
-            accepted=accepted,
+            self.state, self.running, drafted=drafted, spent=spent, accepted=accepted
         )
         self._look_up()
 

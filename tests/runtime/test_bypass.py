@@ -6,6 +6,7 @@ import pytest
 
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.break_even import (
+    Spent,
     break_even_acceptance,
     expected_gain,
     fixed_length_speed,
@@ -44,10 +45,9 @@ def _run(
             slots,
             drafted=drafted,
             spent=cost,
-            alone=plain_rounds_spent(table, verified * drafted, drafted, alone=True),
             accepted=drafted * kept.sum(axis=1),
         )
-        spent += 1 + cost.mean()
+        spent += 1 + cost.together.mean()
     return spent, history
 
 
@@ -102,7 +102,7 @@ def _played(
     drafted = policy.drafting(state, slots)
     got = drafted * np.array(accepted)
     cost = spent * drafted
-    state = policy.updated(state, slots, drafted=drafted, spent=cost, alone=cost, accepted=got)
+    state = policy.updated(state, slots, drafted=drafted, spent=Spent(cost, cost), accepted=got)
     return state, drafted
 
 
@@ -128,7 +128,7 @@ def test_one_request_among_many_is_stopped_alone() -> None:
 
 
 def test_what_a_round_costs_is_shared_by_who_caused_it() -> None:
-    spent = plain_rounds_spent(_TABLE, [6, 0, 0], [True, True, False])
+    spent = plain_rounds_spent(_TABLE, [6, 0, 0], [True, True, False]).together
     step = _TABLE.seconds(3, 9)
     draft = _TABLE.draft_cost(2) / 2
     assert spent[2] == 0
@@ -137,20 +137,19 @@ def test_what_a_round_costs_is_shared_by_who_caused_it() -> None:
 
 
 def test_a_draft_step_runs_every_row_before_the_last_that_drafts() -> None:
-    spent = plain_rounds_spent(_TABLE, [0, 0, 0], [False, False, True])
+    spent = plain_rounds_spent(_TABLE, [0, 0, 0], [False, False, True]).together
     plain = _TABLE.seconds(3, 3)[0]
     assert spent[2] == pytest.approx(3 * _TABLE.draft_cost(3) / plain)
 
 
 def test_who_stops_alone_saves_the_last_row_only() -> None:
-    together = [True] * 4
-    alone = plain_rounds_spent(_TABLE, [0] * 4, together, alone=True)
+    spent = plain_rounds_spent(_TABLE, [0] * 4, [True] * 4)
     plain = _TABLE.seconds(4, 4)[0]
     saved = _TABLE.draft_cost(4) - _TABLE.draft_cost(3)
-    assert alone == pytest.approx(4 * saved / plain)
-    assert alone[0] < plain_rounds_spent(_TABLE, [0] * 4, together)[0]
+    assert spent.alone == pytest.approx(4 * saved / plain)
+    assert spent.alone[0] < spent.together[0]
     one = plain_rounds_spent(_TABLE, [7], [True])
-    assert plain_rounds_spent(_TABLE, [7], [True], alone=True) == pytest.approx(one)
+    assert one.alone == pytest.approx(one.together)
 
 
 def test_what_calibration_expects_outweighs_the_first_rounds() -> None:

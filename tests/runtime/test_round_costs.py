@@ -52,7 +52,7 @@ def test_a_short_block_saves_its_rows_only() -> None:
     assert _COSTS.seconds(14, 14, requests=4, longest=3)[0] >= _COSTS.seconds(
         14, 14, requests=4
     )
-    spent = plain_rounds_spent(_COSTS, [3, 0, 0, 0], [True] * 4)
+    spent = plain_rounds_spent(_COSTS, [3, 0, 0, 0], [True] * 4).together
     assert spent.sum() == pytest.approx(4 * (2.0 + 10.0 - 1.8 - 4.0) / 4.0)
     assert spent[1] == pytest.approx(0.5)
 
