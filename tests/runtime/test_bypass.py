@@ -101,7 +101,7 @@ def _played(
     """One round in which those that drafted got ``accepted`` drafts."""
     drafted = policy.drafting(state, slots)
     got = drafted * np.array(accepted)
-    cost = spent * drafted
+    cost = np.multiply(spent, drafted, dtype=np.float64)
     state = policy.updated(state, slots, drafted=drafted, spent=Spent(cost, cost), accepted=got)
     return state, drafted
 
