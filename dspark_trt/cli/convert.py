@@ -9,8 +9,13 @@ from rich.markup import escape
 
 from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
 from dspark_trt.checkpoint.convert import convert_draft
-from dspark_trt.cli.inspect import slot_semantics_from_flag
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.reading import (
+    MaskTokenId,
+    Revision,
+    SampleFromAnchor,
+    slot_semantics_from_flag,
+)
 
 
 def command(
@@ -33,21 +38,9 @@ def command(
             show_default=False,
         ),
     ] = None,
-    sample_from_anchor: Annotated[
-        bool | None,
-        typer.Option(
-            "--sample-from-anchor/--no-sample-from-anchor",
-            help="Read slot 0 as a prediction, or as discarded, whatever the files say.",
-            show_default=False,
-        ),
-    ] = None,
-    mask_token_id: Annotated[
-        int | None,
-        typer.Option(help="Mask token, where the files lack it.", show_default=False),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)
-    ] = None,
+    sample_from_anchor: SampleFromAnchor = None,
+    mask_token_id: MaskTokenId = None,
+    revision: Revision = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing drafter.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -12,8 +12,13 @@ import typer
 from rich.markup import escape
 
 from dspark_trt.cli.extras import require_extra
-from dspark_trt.cli.inspect import slot_semantics_from_flag
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.reading import (
+    Gamma,
+    MaskTokenId,
+    SampleFromAnchor,
+    slot_semantics_from_flag,
+)
 
 if TYPE_CHECKING:
     from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint
@@ -47,24 +52,9 @@ def command(
             show_default=False,
         ),
     ] = None,
-    gamma: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft fewer tokens than the checkpoint's block.", show_default=False
-        ),
-    ] = None,
-    mask_token_id: Annotated[
-        int | None,
-        typer.Option(help="Mask token, where the checkpoint names none.", show_default=False),
-    ] = None,
-    sample_from_anchor: Annotated[
-        bool | None,
-        typer.Option(
-            "--sample-from-anchor/--no-sample-from-anchor",
-            help="Read slot 0 as a prediction, or as discarded, whatever the files say.",
-            show_default=False,
-        ),
-    ] = None,
+    gamma: Gamma = None,
+    mask_token_id: MaskTokenId = None,
+    sample_from_anchor: SampleFromAnchor = None,
     fused_verify: Annotated[
         bool,
         typer.Option(

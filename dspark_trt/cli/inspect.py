@@ -30,7 +30,14 @@ from dspark_trt.checkpoint import (
     read_target,
 )
 from dspark_trt.cli.output import console, print_json
-from dspark_trt.config import DecoderConfig, SlotSemantics
+from dspark_trt.cli.reading import (
+    Gamma,
+    MaskTokenId,
+    Revision,
+    SampleFromAnchor,
+    slot_semantics_from_flag,
+)
+from dspark_trt.config import DecoderConfig
 from dspark_trt.errors import CheckpointError
 
 
@@ -63,24 +70,10 @@ def command(
         str | None,
         typer.Option(help="Target to check the drafter against.", show_default=False),
     ] = None,
-    sample_from_anchor: Annotated[
-        bool | None,
-        typer.Option(
-            "--sample-from-anchor/--no-sample-from-anchor",
-            help="Read slot 0 as a prediction, or as discarded, whatever the files say.",
-            show_default=False,
-        ),
-    ] = None,
-    mask_token_id: Annotated[
-        int | None,
-        typer.Option(help="Mask token, where the files lack it.", show_default=False),
-    ] = None,
-    gamma: Annotated[
-        int | None, typer.Option(help="Draft fewer tokens than trained.", show_default=False)
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)
-    ] = None,
+    sample_from_anchor: SampleFromAnchor = None,
+    mask_token_id: MaskTokenId = None,
+    gamma: Gamma = None,
+    revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a bundle or engine holds, or how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
@@ -95,12 +88,6 @@ def command(
         print_json(report.to_json())
     else:
         _print_report(report)
-
-
-def slot_semantics_from_flag(sample_from_anchor: bool | None) -> SlotSemantics | None:
-    if sample_from_anchor is None:
-        return None
-    return SlotSemantics.ANCHOR_FIRST if sample_from_anchor else SlotSemantics.IN_PLACE
 
 
 def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> Report:
