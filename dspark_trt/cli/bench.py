@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dspark-trt bench`: how fast a bundle is on this machine, with and without drafts, and against its limits."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.prompts import (
+    encode_prompt,
+    numbered_lines,
+    read_record,
+    shipped_prompts,
+)
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -108,52 +113,26 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def _prompts(bundle: "Bundle", file: Path | None) -> "list[Prompt]":
-    from dspark_trt.runtime.shipped_prompts import PROMPTS
     from dspark_trt.runtime.text import TextCodec
     from dspark_trt.runtime.trace_collection import Prompt
 
     codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
     if file is None:
-        return [
-            Prompt(_encode(codec, text), domain)
-            for domain, texts in PROMPTS.items()
-            for text in texts
-        ]
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"prompts file {file} cannot be read: {error}") from error
-    found = [_read(codec, file, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+        return shipped_prompts(_required(codec))
+    found = []
+    for number, line in numbered_lines(file):
+        prompt, domain = read_record(file, number, line)
+        if isinstance(prompt, str):
+            prompt = list(encode_prompt(_required(codec), prompt))
+        found.append(Prompt(tuple(prompt), domain))
     if not found:
         raise RequestError(f"{file} holds no prompts")
     return found
 
 
-def _read(codec: "TextCodec | None", file: Path, number: int, line: str) -> "Prompt":
-    from dspark_trt.runtime.trace_collection import Prompt
-
-    try:
-        record = json_module.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{file}:{number} is no JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise RequestError(f"{file}:{number} is no JSON object")
-    domain = str(record.get("domain", "all"))
-    if isinstance(text := record.get("prompt"), str) and text.strip():
-        return Prompt(_encode(codec, text), domain)
-    ids = record.get("prompt_ids")
-    if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
-        return Prompt(tuple(ids), domain)
-    raise RequestError(
-        f'{file}:{number} has neither "prompt" (text) nor "prompt_ids" (numbers)'
-    )
-
-
-def _encode(codec: "TextCodec | None", text: str) -> tuple[int, ...]:
+def _required(codec: "TextCodec | None") -> "TextCodec":
     if codec is None:
         raise RequestError(
             'this bundle has no tokenizer: give --prompts FILE with "prompt_ids" instead of text'
         )
-    if not codec.has_chat_template:
-        return codec.encode(text)
-    return codec.encode_chat([{"role": "user", "content": text}])
+    return codec

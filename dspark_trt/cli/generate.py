@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dspark-trt generate`: text from a bundle, with or without speculation."""
 
-import json as json_module
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_record
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import RequestError
 
@@ -130,7 +130,7 @@ def _prompts(
     """Every prompt as (text, token ids)."""
     listed: list[str | list[int]] = [*texts]
     if file is not None:
-        listed += _read_prompts(file)
+        listed += [_read_line(file, number, line) for number, line in numbered_lines(file)]
     listed += [_parse_ids(text) for text in id_lists]
     if not listed:
         raise RequestError(
@@ -147,9 +147,7 @@ def _encode(codec: "TextCodec | None", text: str, raw: bool) -> tuple[int, ...]:
         raise RequestError("this bundle has no tokenizer: give --prompt-ids instead of text")
     if not text.strip():
         raise RequestError("the prompt is empty: at least one token is needed")
-    if raw or not codec.has_chat_template:
-        return codec.encode(text)
-    return codec.encode_chat([{"role": "user", "content": text}])
+    return encode_prompt(codec, text, raw=raw)
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -159,29 +157,8 @@ def _parse_ids(text: str) -> list[int]:
         raise RequestError(f"--prompt-ids must be numbers like 1,2,3, got {text!r}") from error
 
 
-def _read_prompts(file: Path) -> list[str | list[int]]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"prompts file {file} cannot be read: {error}") from error
-    return [_read_line(file, n, line) for n, line in enumerate(lines, 1) if line.strip()]
-
-
 def _read_line(file: Path, number: int, line: str) -> str | list[int]:
-    if not line.lstrip().startswith("{"):
-        return line
-    try:
-        record = json_module.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{file}:{number} is no JSON: {error}") from error
-    if isinstance(text := record.get("prompt"), str):
-        return text
-    ids = record.get("prompt_ids")
-    if isinstance(ids, list) and all(isinstance(i, int) for i in ids):
-        return ids
-    raise RequestError(
-        f'{file}:{number} has neither "prompt" (text) nor "prompt_ids" (numbers)'
-    )
+    return read_record(file, number, line)[0] if line.lstrip().startswith("{") else line
 
 
 def _record(
