@@ -22,6 +22,7 @@ from dspark_trt.runtime.bench_limits import MachineLimits
 from dspark_trt.runtime.bench_models import CallTimes, SharedModels
 from dspark_trt.runtime.bench_turns import clock_for
 from dspark_trt.runtime.bench_work import Work, draft_work, target_work, verify_work
+from dspark_trt.runtime.bootstrap import interval_of_ratio
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.rounds import RoundReport
@@ -298,7 +299,7 @@ class _Arm:
 
 
 def interval_of_mean(
-    accepted: Mapping[int, Sequence[int]], *, samples: int = 1000, seed: int = 0
+    accepted: Mapping[int, Sequence[int]], *, seed: int = 0
 ) -> tuple[float, float, float] | None:
     """Accepted length τ over all rounds, and its 95 % interval from a bootstrap over requests: rounds of one
     request are not independent. None without rounds.
@@ -307,10 +308,8 @@ def interval_of_mean(
         return None
     tokens = np.array([sum(counts) + len(counts) for counts in accepted.values()])
     rounds = np.array([len(counts) for counts in accepted.values()])
-    drawn = np.random.default_rng(seed).integers(0, len(rounds), (samples, len(rounds)))
-    means = tokens[drawn].sum(axis=1) / rounds[drawn].sum(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(tokens.sum() / rounds.sum()), float(low), float(high)
+    interval = interval_of_ratio(tokens, rounds, seed=seed)
+    return float(tokens.sum() / rounds.sum()), *interval
 
 
 def least_seconds(

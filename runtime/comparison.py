@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.backends import Backend, open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions
+from dspark_trt.runtime.bootstrap import interval_of_ratio
 from dspark_trt.runtime.break_even import break_even_acceptance, recommended_length
 from dspark_trt.runtime.calibration_metrics import conditional_acceptance, reached
 from dspark_trt.runtime.cost_model import CostModel
@@ -32,7 +32,6 @@ from dspark_trt.runtime.trace_collection import Prompt, collect_traces
 from dspark_trt.runtime.traces import Traces
 
 PLAIN, SCHEDULED = "fixed:0", "algorithm1"
-_RESAMPLES = 1000
 Progress = Callable[[str], None]  # what is being done
 
 
@@ -264,10 +263,7 @@ def accepted_length_interval(traces: Traces, *, seed: int = 0) -> tuple[float, f
     """95 % bootstrap interval of the accepted length: requests are drawn again, rounds of one belong
     together.
     """
-    ids, place = np.unique(traces.request_id, return_inverse=True)
+    _, place = np.unique(traces.request_id, return_inverse=True)
     rounds = np.bincount(place).astype(np.float64)
     accepted = np.bincount(place, traces.accepted.astype(np.float64))
-    drawn = np.random.default_rng(seed).integers(0, len(ids), (_RESAMPLES, len(ids)))
-    lengths: NDArray[np.float64] = 1 + accepted[drawn].sum(axis=1) / rounds[drawn].sum(axis=1)
-    low, high = np.quantile(lengths, (0.025, 0.975))
-    return float(low), float(high)
+    return interval_of_ratio(accepted + rounds, rounds, seed=seed)
