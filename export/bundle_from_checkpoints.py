@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import onnx_ir as ir
@@ -38,6 +37,7 @@ from dspark_trt.export.functions import add_dspark_functions, greedy_draft
 from dspark_trt.export.graphs import TORCH_DTYPES, Graph, draft_graphs, target_graph
 from dspark_trt.export.onnx_from_module import onnx_from_module
 from dspark_trt.export.quantise import quantise_products
+from dspark_trt.export.tool_versions import tool_versions
 from dspark_trt.export.weights import WeightFile
 from dspark_trt.files import new_directory
 from dspark_trt.models.loading import (
@@ -262,7 +262,7 @@ def _describe(
         target=None if target is None else target.config,
         target_source=None if target is None else _source(target, target.config.family.value),
         files=record_files(folder),
-        tool_versions={"dspark-trt": __version__, **_tool_versions()},
+        tool_versions={"dspark-trt": __version__, **tool_versions(_TOOLS)},
     )
 
 
@@ -277,13 +277,3 @@ def _name(folder: Path) -> str:
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.name
-
-
-def _tool_versions() -> dict[str, str]:
-    found = {}
-    for tool in _TOOLS:
-        try:
-            found[tool] = version(tool)
-        except PackageNotFoundError:  # a vendored or renamed build
-            found[tool] = "unknown"
-    return found

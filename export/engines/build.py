@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +39,7 @@ from dspark_trt.export.engines.support import (
     choose_archs,
     choose_graphs,
 )
+from dspark_trt.export.tool_versions import tool_versions
 from dspark_trt.gpu import visible_gpu
 from dspark_trt.tensorrt_library import Library, load_library
 
@@ -125,7 +125,7 @@ def plan_build(bundle: Bundle, options: BuildOptions) -> BuildPlan:
         plugin_sha256=_plugin_sha256() if options.backend == "tensorrt" else None,
         stripped=options.strip_weights,
         version_compatible=options.version_compatible,
-        tool_versions={"dspark-trt": __version__, **_tool_versions()},
+        tool_versions={"dspark-trt": __version__, **tool_versions(_TOOLS)},
     )
     profiles = {graph: profiles_for(bundle, graph, limits, options.backend) for graph in graphs}
     return BuildPlan(library, bundle, graphs, engines, profiles, stripped)
@@ -318,13 +318,3 @@ def _plugin_sha256() -> str:
     folder = Path(dspark_trt.plugins.__path__[0])
     sources = sorted([*folder.glob("kernel_*.py"), folder / "tensorrt_plugin.py"])
     return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-
-
-def _tool_versions() -> dict[str, str]:
-    found = {}
-    for tool in _TOOLS:
-        try:
-            found[tool] = version(tool)
-        except PackageNotFoundError:  # a vendored or renamed build
-            found[tool] = "unknown"
-    return found
