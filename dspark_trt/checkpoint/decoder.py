@@ -48,7 +48,7 @@ def decoder_from_fields(
     Raises:
         CheckpointError: a key is missing, has the wrong type, or asks for what the modules lack.
     """
-    _refuse_unsupported(fields)
+    fields.require_neutral(_NEUTRAL)
     hidden = fields.required_integer("hidden_size")
     heads = fields.required_integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads")
@@ -132,12 +132,3 @@ def _mlp_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    for key, neutral in _NEUTRAL.items():
-        setting = fields.find(key)
-        if setting is not None and setting.value != neutral:
-            raise fields.error(
-                f"{setting.where} is {setting.value!r}, which is not supported yet (only {neutral!r})"
-            )

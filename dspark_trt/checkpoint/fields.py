@@ -105,6 +105,19 @@ class Fields:
             raise self.error(f"{key} is missing")
         return setting
 
+    def require_neutral(self, neutral: Mapping[str, Any]) -> None:
+        """Refuse settings that are there with another value than the one that changes nothing.
+
+        Raises:
+            CheckpointError: one has.
+        """
+        for key, value in neutral.items():
+            setting = self.find(key)
+            if setting is not None and setting.value != value:
+                raise self.error(
+                    f"{setting.where} is {setting.value!r}, which is not supported yet (only {value!r})"
+                )
+
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {text}")
 

@@ -89,7 +89,7 @@ def _decoder(
     windows: tuple[int | None, ...],
     sliding: SlidingSizes | None,
 ) -> DecoderConfig:
-    _refuse_unsupported(fields)
+    fields.require_neutral(_NEUTRAL)
     shares = fields.require("attention_k_eq_v", fields.flag("attention_k_eq_v"))
     heads = "num_global_key_value_heads" if shares.value else "num_key_value_heads"
     bias, cap = fields.flag("attention_bias"), fields.number("final_logit_softcapping")
@@ -137,15 +137,6 @@ def gemma_layer_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
         "post_feedforward_layernorm.weight": hidden,
         "layer_scalar": (1,),
     }
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    for key, neutral in _NEUTRAL.items():
-        setting = fields.find(key)
-        if setting is not None and setting.value != neutral:
-            raise fields.error(
-                f"{setting.where} is {setting.value!r}, which is not supported yet (only {neutral!r})"
-            )
 
 
 def _rope(fields: Fields, layer_type: str) -> RopeConfig:
