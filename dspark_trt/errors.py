@@ -44,10 +44,6 @@ class MissingContextError(RequestError):
     """A proposal would attend to context rows that were never appended."""
 
 
-class NonFiniteError(RequestError):
-    """Logits of one request contain NaN, or no token is allowed at some position."""
-
-
 class TableError(DSparkError):
     """A cost table, calibration or trace file is degenerate, foreign, or malformed."""
 

@@ -88,13 +88,6 @@ def draft_skeleton(config: DraftConfig) -> Drafter | ChainDrafter:
         return Drafter(config).eval().requires_grad_(False)
 
 
-def drafter_skeleton(config: DraftConfig) -> Drafter:
-    """The modules of a drafter that drafts blocks."""
-    module = draft_skeleton(config)
-    assert isinstance(module, Drafter)
-    return module
-
-
 def target_skeleton(config: TargetConfig, target_layer_ids: tuple[int, ...]) -> Target:
     with torch.device("meta"):
         return Target(config, target_layer_ids).eval().requires_grad_(False)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions refuse nonsense where they are built, and survive JSON; the contract follows them."""
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -84,11 +85,15 @@ def test_rotary_settings_that_cannot_be(settings: dict[str, Any], sentence: str)
         RopeConfig(**settings)
 
 
-@pytest.mark.parametrize("head", HeadType)
-@pytest.mark.parametrize("confidence", ConfidenceInput)
+@pytest.mark.parametrize(
+    ("head", "confidence"),
+    [
+        pair
+        for pair in itertools.product(HeadType, ConfidenceInput)
+        if pair != (HeadType.NONE, ConfidenceInput.HIDDEN_MARKOV)  # refused above
+    ],
+)
 def test_json_round_trip(head: HeadType, confidence: ConfidenceInput) -> None:
-    if head is HeadType.NONE and confidence is ConfidenceInput.HIDDEN_MARKOV:
-        pytest.skip("refused above")
     rank = 0 if head is HeadType.NONE else 16
     yarn = replace(DECODER, rope=RopeConfig(theta=1e6, yarn_factor=4, original_positions=4096))
     draft = replace(

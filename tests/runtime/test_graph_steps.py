@@ -22,7 +22,7 @@ from dspark_trt.errors import RequestError
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.fixed_shapes import attention_over_capacity, fixed_shapes
 from dspark_trt.models.loading import (
-    drafter_skeleton,
+    draft_skeleton,
     load_drafter,
     load_target,
     target_skeleton,
@@ -172,7 +172,7 @@ def test_steps_read_no_value_on_the_host() -> None:
         read_draft(DRAFTERS["dspark-vanilla"]).config,
         read_target(TINY_TARGET).config,
     )
-    drafter, target = drafter_skeleton(draft), target_skeleton(served, draft.target_layer_ids)
+    drafter, target = draft_skeleton(draft), target_skeleton(served, draft.target_layer_ids)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         for module in (drafter, target):
             module.to_empty(device="cpu")
