@@ -13,12 +13,9 @@ stopped growing. The last line is JSON.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as openapi_checks
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
+from served import served
 
 MODEL = "fuzzed"
 CHECKS = [
@@ -49,32 +45,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with server(args.bundle) as (url, pid):
+    options = ("--model-name", MODEL, "--no-access-log", "--prefix-cache-mib", "16")
+    with served(args.bundle, *options) as (url, pid):
         report = fuzz(url, args.requests, args.seed, pid)
     print(json.dumps(report))
     return 0 if report["is_clean"] else 1
-
-
-@contextmanager
-def server(bundle: Path) -> Iterator[tuple[str, int]]:
-    command = [
-        sys.executable,
-        "-m",
-        "dspark_trt",
-        "serve",
-        str(bundle),
-        "--port",
-        "0",
-        "--json",
-    ]
-    options = ["--model-name", MODEL, "--no-access-log", "--prefix-cache-mib", "16"]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"], process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def fuzz(url: str, count: int, first_seed: int, pid: int) -> dict[str, Any]:

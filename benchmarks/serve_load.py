@@ -14,19 +14,15 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
+from served import served
 
 MODEL = "loaded"
 WORDS = [
@@ -51,33 +47,12 @@ def main() -> int:
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     args = parser.parse_args()
-    with server(args.bundle, args.max_batch) as url:
+    options = ("--model-name", MODEL, "--no-access-log", "--max-batch", str(args.max_batch))
+    with served(args.bundle, *options) as (url, _):
         report = asyncio.run(load(url, args.clients, args.seconds, args.tokens))
     print(f"{report['requests']} answers, {report['tokens_per_second']:.0f} tokens/s")
     print(json.dumps({**report, "max_batch": args.max_batch, "load": os.getloadavg()}))
     return 0 if report["errors"] == [] else 1
-
-
-@contextmanager
-def server(bundle: Path, max_batch: int) -> Iterator[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "dspark_trt",
-        "serve",
-        str(bundle),
-        "--port",
-        "0",
-        "--json",
-    ]
-    options = ["--model-name", MODEL, "--no-access-log", "--max-batch", str(max_batch)]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"]
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+from served import served
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
 
@@ -50,13 +50,16 @@ def main() -> None:
     requests = [request_of(codec, body) for body in bodies]
     options = EngineOptions(max_batch=args.streams)
     threads = BackendOptions(threads=args.threads)
-    flags = [] if args.threads is None else ["--threads", str(args.threads)]
-    alone, served = [], []
+    flags = ["--model-name", MODEL, "--max-batch", str(args.streams), "--prefix-cache-mib", "0"]
+    flags += ["--scheduler", every_draft]
+    if args.threads is not None:
+        flags += ["--threads", str(args.threads)]
+    alone, over_http = [], []
     with (
         Engine.load(
             args.bundle, backend_options=threads, options=options, scheduler=every_draft
         ) as engine,
-        server(args.bundle, args.streams, [*flags, "--scheduler", every_draft]) as (url, pid),
+        served(args.bundle, *flags, stderr=subprocess.DEVNULL) as (url, pid),
         asyncio.Runner() as loop,
     ):
         http = httpx.AsyncClient(base_url=url, timeout=120, verify=False)
@@ -70,10 +73,10 @@ def main() -> None:
             order = ("engine", "server") if turn % 2 else ("server", "engine")
             spending = {name: arms[name]() for name in order}
             alone.append(spending["engine"])
-            served.append(spending["server"])
+            over_http.append(spending["server"])
         loop.run(http.aclose())
     walls, cpus = (
-        [theirs[i] / ours[i] for ours, theirs in zip(alone[1:], served[1:], strict=True)]
+        [theirs[i] / ours[i] for ours, theirs in zip(alone[1:], over_http[1:], strict=True)]
         for i in (0, 1)
     )
     report: dict[str, Any] = {
@@ -81,7 +84,7 @@ def main() -> None:
         "tokens": args.tokens,
         "threads": args.threads,
         "engine_s": round(statistics.median(wall for wall, _ in alone[1:]), 4),
-        "server_s": round(statistics.median(wall for wall, _ in served[1:]), 4),
+        "server_s": round(statistics.median(wall for wall, _ in over_http[1:]), 4),
         "overhead": round(statistics.median(walls) - 1, 4),
         "cpu_overhead": round(statistics.median(cpus) - 1, 4),
         "ratios": [round(ratio, 3) for ratio in sorted(walls)],
@@ -108,33 +111,6 @@ def request_of(codec: TextCodec, body: dict[str, Any]) -> Request:
         max_new_tokens=body["max_tokens"], seed=body["seed"], ignore_eos=True
     )
     return Request(prompt_ids=codec.encode(body["prompt"]), params=params, detokenize=True)
-
-
-@contextmanager
-def server(bundle: Path, streams: int, flags: list[str]) -> Iterator[tuple[str, int]]:
-    command = [
-        sys.executable,
-        "-m",
-        "dspark_trt",
-        "serve",
-        str(bundle),
-        "--port",
-        "0",
-        "--json",
-    ]
-    options = ["--model-name", MODEL, "--max-batch", str(streams), "--prefix-cache-mib", "0"]
-    process = subprocess.Popen(
-        [*command, *options, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"], process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def spent(cpu: Callable[[], float], run: Callable[[], None]) -> tuple[float, float]:
