@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,26 +22,17 @@ from ray.serve.handle import DeploymentHandle
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import EngineClosedError, RequestError
-from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Completion, Request, SamplingParams
 from dspark_trt.runtime.serving.ray import RayOptions, app
 from dspark_trt.runtime.serving.ray_client import RayEngine
 from dspark_trt.runtime.serving.ray_policies import RecentAcceptance, ScaleByWork
-from dspark_trt.runtime.text import TextCodec
 from tests.conftest import ROOT, ExportBundle
+from tests.serving import seeded_requests
+from tests.serving.seeded_requests import here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOPICS = (
-    "a stack",
-    "a queue",
-    "a tree",
-    "a hash table",
-    "a graph",
-    "a list",
-    "a heap",
-    "a set",
-)
+requests_about = partial(seeded_requests.requests_about, verbs=("Explain", "Show"))
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +52,6 @@ def handle(address: str, tiny_bundle: Bundle) -> DeploymentHandle:
     """Two replicas of the shipped example."""
     options = RayOptions(bundle=str(tiny_bundle.path), replicas=2, max_batch=4)
     return serve.run(app(options), name="two", route_prefix="/two")
-
-
-def requests_about(bundle: Bundle, tokens: int, temperature: float = 0.0) -> list[Request]:
-    codec = TextCodec(bundle)
-    prompts = [f"{verb} what {topic} is." for topic in TOPICS for verb in ("Explain", "Show")]
-    return [
-        Request(
-            prompt_ids=codec.encode_chat([{"role": "user", "content": prompt}]),
-            params=SamplingParams(
-                max_new_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True
-            ),
-            detokenize=True,
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
-
-
-def here(bundle: Bundle, requests: list[Request]) -> list[Completion]:
-    """What the engine of this process says."""
-    with Engine.load(bundle, options=EngineOptions(max_batch=4)) as engine:
-        return engine.generate(requests)
 
 
 async def all_of(engine: RayEngine, requests: list[Request]) -> list[Completion]:

@@ -27,10 +27,9 @@ import numpy as np
 import pytest
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.runtime.engine import Engine, EngineOptions
-from dspark_trt.runtime.request import Completion, Request, SamplingParams
-from dspark_trt.runtime.text import TextCodec
+from dspark_trt.runtime.request import Request
 from tests.conftest import ROOT
+from tests.serving.seeded_requests import here, requests_about
 
 NUMPY_1 = Path(sys.prefix) / "numpy-1"  # `make triton-server` puts it there
 HAS_SERVER = bool(find_spec("pytriton") and find_spec("tritonclient") and NUMPY_1.is_dir())
@@ -42,17 +41,6 @@ pytestmark = [
         not HAS_SERVER, reason="no Triton server here: make triton-server installs one"
     ),
 ]
-
-TOPICS = (
-    "a stack",
-    "a queue",
-    "a tree",
-    "a hash table",
-    "a graph",
-    "a list",
-    "a heap",
-    "a set",
-)
 
 
 @dataclass(frozen=True)
@@ -151,26 +139,6 @@ def await_model(server: Server) -> None:
             pass
         time.sleep(0.2)
     pytest.fail("the model does not get ready")
-
-
-def requests_about(bundle: Bundle, tokens: int, temperature: float = 0.0) -> list[Request]:
-    codec = TextCodec(bundle)
-    chats = [[{"role": "user", "content": f"Explain what {topic} is."}] for topic in TOPICS]
-    return [
-        Request(
-            prompt_ids=codec.encode_chat(chat),
-            params=SamplingParams(
-                max_new_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True
-            ),
-            detokenize=True,
-        )
-        for seed, chat in enumerate(chats)
-    ]
-
-
-def here(bundle: Bundle, requests: list[Request]) -> list[Completion]:
-    with Engine.load(bundle, options=EngineOptions(max_batch=4)) as engine:
-        return engine.generate(requests)
 
 
 def inputs_of(request: Request) -> list[Any]:
