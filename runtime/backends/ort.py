@@ -146,11 +146,11 @@ class _Outputs:
         return views
 
 
-class _Cached:
+class _CachedModel:
     """Caches of one model and their binding to its graphs."""
 
     def __init__(self, decoder: DecoderConfig, bundle: Bundle, requests: int) -> None:
-        self.caches = CacheBuffers(
+        self._caches = CacheBuffers(
             sizes=decoder.cache_sizes, requests=requests, dtype=bundle.dtype
         )
         self._names = [
@@ -163,11 +163,20 @@ class _Cached:
         ]
         self._seen: dict[str, tuple[int, slice]] = {}
 
-    def bind(self, graph: OrtGraph, requests: slice) -> None:
-        state = (self.caches.version, requests)
+    def swap_rows(self, first: int, second: int) -> None:
+        self._caches.swap(first, second)
+
+    def read_rows(self, row: int, count: int) -> CacheRows:
+        return self._caches.read_rows(row, count)
+
+    def write_rows(self, row: int, saved: CacheRows) -> None:
+        self._caches.write_rows(row, saved)
+
+    def _bind_caches(self, graph: OrtGraph, requests: slice) -> None:
+        state = (self._caches.version, requests)
         if self._seen.get(graph.name) == state:
             return
-        for (past, present), array in zip(self._names, self.caches.arrays, strict=True):
+        for (past, present), array in zip(self._names, self._caches.arrays, strict=True):
             graph.bind(past, array[requests])
             graph.bind(present, array[requests])
         self._seen[graph.name] = state
@@ -179,7 +188,7 @@ _GREEDY_DRAFT_BELOW_BYTES = 64_000_000
 _BLOCK_INPUTS = ("anchor_ids", "new_taps", "new_len", "context_len")
 
 
-class OrtDraftModel:
+class OrtDraftModel(_CachedModel):
     """`draft.onnx` and `context.onnx` over the drafter's caches; small drafters also run `draft_greedy.onnx`,
     loaded with the first batch in which nobody samples.
     """
@@ -189,7 +198,7 @@ class OrtDraftModel:
         self._bundle, self._options = bundle, options
         # A step writes new context, block and padding in one go: 2γ+2 rows at most behind the valid end.
         self._slack_rows = config.gamma + 1 + config.block_slots
-        self._cached = _Cached(config.decoder, bundle, requests)
+        super().__init__(config.decoder, bundle, requests)
         self._graphs: dict[str, OrtGraph] = {}
         is_small = bundle.files[WEIGHTS].size_bytes < _GREEDY_DRAFT_BELOW_BYTES
         self._has_greedy = is_small and GREEDY_DRAFT in bundle.graph_names
@@ -205,21 +214,12 @@ class OrtDraftModel:
         return self._graphs[name]
 
     def reserve(self, context_tokens: int) -> None:
-        self._cached.caches.reserve(context_tokens + self._slack_rows)
-
-    def swap_rows(self, first: int, second: int) -> None:
-        self._cached.caches.swap(first, second)
-
-    def read_rows(self, row: int, count: int) -> CacheRows:
-        return self._cached.caches.read_rows(row, count)
-
-    def write_rows(self, row: int, saved: CacheRows) -> None:
-        self._cached.caches.write_rows(row, saved)
+        self._caches.reserve(context_tokens + self._slack_rows)
 
     def append(self, row: int, taps: Floats, start: int) -> None:
         graph = self._graph("context")
-        self._cached.caches.reserve(start + len(taps) + self._slack_rows)
-        self._cached.bind(graph, slice(row, row + 1))
+        self._caches.reserve(start + len(taps) + self._slack_rows)
+        self._bind_caches(graph, slice(row, row + 1))
         graph.feed("taps", taps[None])
         graph.feed("context_len", np.array([start], np.int64))
         graph.run()
@@ -229,7 +229,7 @@ class OrtDraftModel:
         graph = self._graph(GREEDY_DRAFT if is_greedy else "draft")
         batch = len(inputs.anchor_ids)
         self.reserve(int((inputs.context_len + inputs.new_len).max()))
-        self._cached.bind(graph, slice(0, batch))
+        self._bind_caches(graph, slice(0, batch))
         for name in _BLOCK_INPUTS if is_greedy else DraftInputs._fields:
             graph.feed(name, getattr(inputs, name))
         outputs = self._outputs.first(batch)
@@ -241,7 +241,7 @@ class OrtDraftModel:
 
     def close(self) -> None:
         self._graphs.clear()
-        self._cached.caches.arrays.clear()
+        self._caches.arrays.clear()
         _return_memory()
 
 
@@ -253,39 +253,30 @@ _TARGET_INPUTS = (
 _MOST_SHAPES = 256  # numbers of rows whose output places are remembered
 
 
-class OrtTargetModel:
+class OrtTargetModel(_CachedModel):
     """`target.onnx` over the target's caches."""
 
     def __init__(self, bundle: Bundle, requests: int, options: BackendOptions) -> None:
         config = bundle.target
         self._graph: OrtGraph | None = OrtGraph(bundle.graph_path("target"), options)
         assert config is not None  # graph_path has refused a bundle without target
-        self._cached = _Cached(config.decoder, bundle, requests)
+        super().__init__(config.decoder, bundle, requests)
         contract = bindings.target_bindings(config, bundle.draft.tap_size, bundle.dtype)
         self._logits, self._taps = (_Outputs([b], 0) for b in _without_caches(contract))
         self._outputs: dict[tuple[int, int], dict[str, Array]] = {}
 
     @property
     def capacity_rows(self) -> int:
-        return self._cached.caches.capacity_rows
+        return self._caches.capacity_rows
 
     def reserve(self, context_tokens: int) -> None:
-        self._cached.caches.reserve(context_tokens)
-
-    def swap_rows(self, first: int, second: int) -> None:
-        self._cached.caches.swap(first, second)
-
-    def read_rows(self, row: int, count: int) -> CacheRows:
-        return self._cached.caches.read_rows(row, count)
-
-    def write_rows(self, row: int, saved: CacheRows) -> None:
-        self._cached.caches.write_rows(row, saved)
+        self._caches.reserve(context_tokens)
 
     def step(self, rows: RaggedRows) -> TargetOutput:
         graph = self._graph
         assert graph is not None, "closed"
         self.reserve(int(rows.context_len.max()) + rows.pad_index.shape[1])
-        self._cached.bind(graph, slice(0, rows.batch))
+        self._bind_caches(graph, slice(0, rows.batch))
         for name in _TARGET_INPUTS:
             graph.feed(name, getattr(rows, name))
         outputs = self._places(len(rows.logit_rows), len(rows.token_ids))
@@ -305,7 +296,7 @@ class OrtTargetModel:
 
     def close(self) -> None:
         self._graph = None
-        self._cached.caches.arrays.clear()
+        self._caches.arrays.clear()
         _return_memory()
 
 

@@ -42,7 +42,7 @@ import numpy as np
 model = open_backend("onnxruntime", load_bundle(sys.argv[1])).draft_model(1)
 model.reserve(8)
 model.append(0, np.ones((3, 384), np.float32), 0)
-apart = np.zeros_like(model._cached.caches.arrays[0])
+apart = np.zeros_like(model._caches.arrays[0])
 graph = model._graph("context")
 graph.bind("present_key_0", apart)
 graph.run()
