@@ -32,6 +32,7 @@ from dspark_trt.runtime.online_calibration import (
 from dspark_trt.runtime.scheduler import (
     FIXED,
     Asynchronous,
+    Budget,
     ConfidenceHistory,
     Fixed,
     Plan,
@@ -188,6 +189,41 @@ class Planner:
         confidence = sigmoid(self.calibration.logits(logits) + self._correction[slots])
         plan = self._decide(requests, ids, confidence)
         return PlannedRound(plan.lengths, plan.reason, confidence, None)
+
+    def budget(self, requests: DraftedRequests) -> Budget | None:
+        """What a round in which all requests draft may verify, if its own confidences do not decide that."""
+        if self._is_fixed:
+            assert isinstance(self.scheduler, Fixed)
+            lengths = np.minimum(requests.limits, self.scheduler.k)
+            return Budget(int(lengths.sum()), longest=self.scheduler.k)
+        if not isinstance(self.scheduler, Asynchronous):
+            return None
+        stale = self._history.stale(requests.ids)
+        if stale is None:
+            return None
+        context = self._context(requests.context_tokens)
+        return self.scheduler.budget(stale, limits=requests.limits, context_tokens=context)
+
+    def corrections(self, slots: Ints) -> Floats:  # [R] -> [R, K]
+        """What is added to the calibrated confidence logits of each request."""
+        return self._correction[slots]
+
+    def planned(
+        self,
+        requests: DraftedRequests,
+        budget: Budget,
+        lengths: Ints,  # [R]
+        scores: NDArray[np.floating] | None,  # [R, K] raw confidence logits
+    ) -> PlannedRound:
+        """The round that shared a ``budget`` out by itself; later rounds know its confidences."""
+        if self._is_fixed or scores is None:
+            return PlannedRound(lengths, FIXED, None, scores)
+        assert isinstance(self.scheduler, Asynchronous)
+        logits = self.calibration.logits(scores)
+        confidence = sigmoid(logits + self._correction[requests.slots])
+        self._history = self._history.push(requests.ids, confidence)
+        plan = self.scheduler.decide(confidence, budget=budget, limits=requests.limits)
+        return PlannedRound(lengths, plan.reason, confidence, None)
 
     def _estimated(
         self, draft: DraftOutput, rows: Ints, requests: DraftedRequests
