@@ -74,6 +74,7 @@ def command(
 
     from dspark_trt.bundle import load_bundle
     from dspark_trt.export.engines.build import BuildOptions, build_engines, plan_build
+    from dspark_trt.export.engines.support import unfused_attention
 
     options = BuildOptions(
         backend=backend,
@@ -87,6 +88,8 @@ def command(
         refit=refit,
     )
     plan = plan_build(load_bundle(bundle), options)
+    for sentence in unfused_attention(plan.bundle, plan.graphs):
+        err_console.print(f"[yellow]warning:[/] {sentence}", highlight=False, soft_wrap=True)
     if not json:
         _print_plan(plan)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -95,7 +95,7 @@ def plan_build(bundle: Bundle, options: BuildOptions) -> BuildPlan:
     """
     library, gpu = load_library(options.backend), visible_gpu()
     graphs = choose_graphs(bundle, options.graphs)
-    check_bundle(bundle, graphs)
+    check_bundle(bundle)
     stripped = None if options.refit is None else read_engine_manifest(options.refit)
     archs = choose_archs(library, options.archs, gpu) if stripped is None else stripped.archs
     check_options(

@@ -18,6 +18,7 @@ from dspark_trt.errors import BuildError
 from dspark_trt.export.engines.engine_graph import for_tensorrt, for_tensorrt_rtx
 from dspark_trt.export.engines.libraries import polygraphy_loaders
 from dspark_trt.export.engines.progress import PhaseTree
+from dspark_trt.export.engines.support import FUSED_HEAD_DIMS
 from dspark_trt.tensorrt_library import load_library
 
 _REPORT_EVERY_S = 0.1
@@ -74,6 +75,7 @@ def engine_from_onnx(job: Job, send: Send) -> dict[str, Any]:
         parser = trt.OnnxParser(network, loaders.get_trt_logger())
         if not parser.parse(model.SerializeToString(), str(job.graph)):
             raise BuildError(_parser_errors(parser))
+        _allow_decomposition(trt, network)
         described = _describe(trt, network)
         config = _config(job, trt, loaders, _monitor(trt, send))(builder, network)
         written = _write_plan(trt, builder, network, config, job.output)
@@ -208,6 +210,15 @@ def _describe(trt: Any, network: Any) -> dict[str, Any]:
         "aliases": dict(_aliases(trt, network)),
         "layers": dict(Counter(layer.type.name for layer in _layers(network)).most_common()),
     }
+
+
+def _allow_decomposition(trt: Any, network: Any) -> None:
+    """Attention over heads that no fused kernel takes may become matrix products and a softmax."""
+    for layer in _layers(network):
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # `get_layer` returns the base class
+            query = layer.attention.get_input(0)
+            layer.attention.decomposable = query.shape[-1] not in FUSED_HEAD_DIMS
 
 
 def _layers(network: Any) -> Iterator[Any]:

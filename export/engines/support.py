@@ -11,7 +11,7 @@ from dspark_trt.errors import BackendError, BuildError
 from dspark_trt.gpu import Gpu
 from dspark_trt.tensorrt_library import Library
 
-HEAD_DIMS = range(16, 257, 8)  # of fused attention, in both libraries
+FUSED_HEAD_DIMS = range(16, 257, 8)  # of fused attention, in both libraries
 ALL = "all"
 # For hosts that sample between the drafter's steps, or never; they hold the fused graph's weights once more.
 PARTS = ("backbone", "sequential_head", "confidence_head", GREEDY_DRAFT)
@@ -37,8 +37,8 @@ def choose_graphs(bundle: Bundle, wanted: Iterable[str]) -> tuple[str, ...]:
     return graphs or tuple(graph for graph in bundle.graph_names if graph not in PARTS)
 
 
-def check_bundle(bundle: Bundle, graphs: Iterable[str]) -> None:
-    """Precision and head sizes that fused attention over caches takes.
+def check_bundle(bundle: Bundle) -> None:
+    """The precision that attention over caches takes.
 
     Raises:
         BuildError: a graph could only fail to build.
@@ -48,17 +48,23 @@ def check_bundle(bundle: Bundle, graphs: Iterable[str]) -> None:
             f"{bundle.path} is float32, and fused attention exists in float16 and bfloat16 only. "
             "Export it again with --dtype float16 (float32 is for backend onnxruntime on a CPU)."
         )
+
+
+def unfused_attention(bundle: Bundle, graphs: Iterable[str]) -> tuple[str, ...]:
+    """A sentence for each model among ``graphs`` with heads of a size that fused attention does not take."""
     decoders: dict[str, DecoderConfig] = {"drafter": bundle.draft.decoder}
     if bundle.target is not None:
         decoders["target"] = bundle.target.decoder
+    sentences = []
     for model in sorted({_ATTENTION[graph] for graph in graphs if graph in _ATTENTION}):
-        head_dim = decoders[model].head_dim
-        if head_dim not in HEAD_DIMS:
-            raise BuildError(
-                f"the {model}'s attention heads have size {head_dim}; fused attention takes multiples of "
-                f"{HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}. "
-                "Run this model with backend onnxruntime or torch."
+        sizes = {size for _, size in decoders[model].cache_sizes}
+        if unfused := sorted(sizes - set(FUSED_HEAD_DIMS)):
+            sentences.append(
+                f"attention of the {model} has heads of size {', '.join(map(str, unfused))}; fused attention "
+                f"takes multiples of {FUSED_HEAD_DIMS.step} from {FUSED_HEAD_DIMS[0]} to "
+                f"{FUSED_HEAD_DIMS[-1]}, so its scores go through memory"
             )
+    return tuple(sentences)
 
 
 def choose_archs(library: Library, wanted: Iterable[str], gpu: Gpu | None) -> tuple[str, ...]:

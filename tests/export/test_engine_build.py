@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 from dspark_trt.bundle import Bundle, load_bundle, record_files, write_manifest
+from dspark_trt.checkpoint import read_draft
 from dspark_trt.cli.build import command
 from dspark_trt.engine_manifest import (
     EngineSet,
@@ -25,6 +26,7 @@ from dspark_trt.engine_manifest import (
     read_engine_manifest,
 )
 from dspark_trt.errors import BuildError, BundleError
+from dspark_trt.export.bundle_from_checkpoints import export_bundle
 from dspark_trt.export.engines.build import (
     BuildOptions,
     Progress,
@@ -36,6 +38,7 @@ from dspark_trt.export.engines.describe import describe_engine
 from dspark_trt.export.engines.engine_from_onnx import Job
 from dspark_trt.export.engines.profiles import graph_bindings
 from dspark_trt.tensorrt_library import load_library
+from tests.checkpoints import write_gemma_draft
 from tests.conftest import ExportBundle
 from tests.export.engine_plan_reader import Plan, read_plan
 
@@ -320,3 +323,17 @@ def test_engines_to_refit_need_a_gpu(built: tuple[Bundle, EngineSet]) -> None:
     options = replace(SMALL, refit=engines.path)
     with pytest.raises(BuildError, match=r"made and filled on a GPU"):
         plan_build(bundle, options)
+
+
+def test_heads_that_no_fused_kernel_takes(tmp_path: Path) -> None:
+    """Gemma4's full attention has heads of 512; left alone, the library refuses them."""
+    draft = read_draft(
+        write_gemma_draft(tmp_path / "draft", layers=1, kv_heads=1, head_dim=512)
+    )
+    bundle = export_bundle(draft, None, tmp_path / "bundle", dtype="float16")
+    engines = build_engines(plan_build(bundle, replace(SMALL, graphs=("draft",))))
+    record = engines.engines["draft"]
+    assert record.layers["ATTENTION_INPUT"] == 1
+    assert record.aliases == {
+        f"present_{kind}_0": f"past_{kind}_0" for kind in ("key", "value")
+    }
