@@ -18,80 +18,75 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2560, 5, 32, 8, 128
-INTERMEDIATE, VOCAB, RANK, TAPS, GAMMA = 9728, 151_936, 256, (1, 9, 17, 25, 33), 7
 MOST_PEAK = 1.5  # times the checkpoint's bytes
 
-CONFIG = {
-    "architectures": ["Qwen3DSparkModel"],
-    "model_type": "qwen3",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "num_target_layers": 36,
-    "block_size": GAMMA,
-    "mask_token_id": 151_669,
-    "target_layer_ids": list(TAPS),
-    "markov_rank": RANK,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
+Config = dict[str, Any]
+
+PUBLISHED: dict[str, Config] = json.loads(
+    (Path(__file__).parent / "published_configs.json").read_text()
+)
+_PLACES = ("dflash_config", "dspark_config")  # where some formats keep the block's settings
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Every tensor of the drafter, in DeepSpec's names."""
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a DSpark drafter, embedding and head included, in DeepSpec's names."""
+    flat = {
+        key: value for place in _PLACES for key, value in config.get(place, {}).items()
+    } | config
+    hidden, vocab, rank = flat["hidden_size"], flat["vocab_size"], flat["markov_rank"]
+    inner, is_gemma = flat["intermediate_size"], "global_head_dim" in flat
+    head_dim = flat["global_head_dim" if is_gemma else "head_dim"]
+    queries = flat["num_attention_heads"] * head_dim
+    kv_heads = flat["num_global_key_value_heads" if is_gemma else "num_key_value_heads"]
     layer = {
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-        "self_attn.q_norm": (HEAD_DIM,),
-        "self_attn.k_norm": (HEAD_DIM,),
-        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
-    top = {
-        "embed_tokens": (VOCAB, HIDDEN),
-        "lm_head": (VOCAB, HIDDEN),
-        "fc": (HIDDEN, len(TAPS) * HIDDEN),
-        "hidden_norm": (HIDDEN,),
-        "norm": (HIDDEN,),
-        "markov_head.markov_w1": (VOCAB, RANK),
-        "markov_head.markov_w2": (VOCAB, RANK),
-        "confidence_head.proj": (1, HIDDEN + RANK),
-    }
-    named = top | {
-        f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()
-    }
-    return {f"{name}.weight": shape for name, shape in named.items()} | {
-        "confidence_head.proj.bias": (1,)
+    if is_gemma:  # keys are values
+        del layer["self_attn.v_proj.weight"]
+        layer |= {f"{side}_feedforward_layernorm.weight": (hidden,) for side in ("pre", "post")}
+        layer["layer_scalar"] = (1,)
+    return {
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "fc.weight": (hidden, len(flat["target_layer_ids"]) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "markov_head.markov_w1.weight": (vocab, rank),
+        "markov_head.markov_w2.weight": (vocab, rank),
+        "confidence_head.proj.weight": (1, hidden + rank),
+        "confidence_head.proj.bias": (1,),
+        **{
+            f"layers.{index}.{name}": shape
+            for index in range(flat["num_hidden_layers"])
+            for name, shape in layer.items()
+        },
     }
 
 
-def write_checkpoint(folder: Path) -> int:
+def write_checkpoint(folder: Path, config: Config = PUBLISHED["qwen3-4b"]) -> int:
     """A random bfloat16 checkpoint; returns its bytes. One block of noise is repeated, starting elsewhere
     in each tensor, so that no two are equal and writing costs no more than the disk does.
     """
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
+    named = shapes(config)
     header: dict[str, object] = {}
     end = 0
-    for name, shape in shapes().items():
+    for name, shape in named.items():
         begin, end = end, end + 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     noise = np.random.default_rng(0).standard_normal(1 << 23, np.float32) * 0.02
@@ -101,7 +96,7 @@ def write_checkpoint(folder: Path) -> int:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # tensors start aligned
         stream.write(len(text).to_bytes(8, "little") + text)
-        for index, shape in enumerate(shapes().values()):
+        for index, shape in enumerate(named.values()):
             left, start = 2 * math.prod(shape), 4096 * index % len(block)
             while left:
                 left -= stream.write(block[start : start + left])
@@ -133,7 +128,7 @@ def main() -> int:
         shutil.rmtree(work)
     peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     ratio = peak_bytes / checkpoint_bytes
-    parameters = sum(map(math.prod, shapes().values()))
+    parameters = sum(map(math.prod, shapes(PUBLISHED["qwen3-4b"]).values()))
     print(
         f"{parameters / 1e9:.2f} B parameters, {checkpoint_bytes / 1e9:.2f} GB -> "
         f"{bundle_bytes / 1e9:.2f} GB {arguments.dtype} in {seconds:.1f} s, peak {peak_bytes / 1e9:.2f} GB "
