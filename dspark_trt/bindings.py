@@ -48,11 +48,13 @@ class GraphBindings:
 
 
 def cache_bindings(decoder: DecoderConfig, dtype: str, prefix: str) -> tuple[Binding, ...]:
-    """`2L` caches `[B, Hkv, S, D]`: key and value of each layer in turn; `prefix` is past or present."""
+    """Caches `[B, Hkv, S, D]`: key and value of each layer in turn (keys alone where they are the values);
+    `prefix` is past or present.
+    """
     names = [
         f"{prefix}_{kind}_{layer}"
         for layer in range(decoder.num_layers)
-        for kind in ("key", "value")
+        for kind in decoder.cache_kinds
     ]
     return tuple(
         Binding(name, dtype, ("batch", heads, "capacity", size))

@@ -167,6 +167,32 @@ class GemmaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekConfig:
+    """What makes a drafter's layers DeepSeek-V4's: keys that are values, queries and outputs of low rank,
+    attention sinks, a residual of several streams (hyper-connections, arXiv 2512.24880), experts.
+    """
+
+    rotary_size: int  # last elements of each head that turn, in neighbouring pairs
+    query_rank: int
+    output_groups: int
+    output_rank: int  # of each group of heads
+    streams: int
+    sinkhorn_steps: int
+    stream_eps: float
+    routed_scale: float  # on the experts' weights, after they were scaled to sum to 1
+    swiglu_limit: float | None  # of an expert's gate and up products; None: none
+
+    def __post_init__(self) -> None:
+        for name in ("query_rank", "output_groups", "output_rank", "streams", "sinkhorn_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            raise ValueError(f"rotary size must be even and positive, got {self.rotary_size}")
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ValueError(f"swiglu_limit must be positive, got {self.swiglu_limit}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The dimensions that drafter backbone and target share."""
 
@@ -188,6 +214,7 @@ class DecoderConfig:
     ] = ()  # rows each layer's attention sees; empty: all, everywhere
     experts: ExpertsConfig | None = None
     gemma: GemmaConfig | None = None
+    deepseek: DeepseekConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -207,17 +234,38 @@ class DecoderConfig:
         for window in self.windows:
             if window is not None and window < 1:
                 raise ValueError(f"a sliding window must be at least 1, got {window}")
+        if self.deepseek is not None:
+            self._check_deepseek(self.deepseek)
+
+    def _check_deepseek(self, deepseek: DeepseekConfig) -> None:
+        if self.num_kv_heads != 1:
+            raise ValueError(f"num_key_value_heads must be 1, got {self.num_kv_heads}")
+        if self.num_heads % deepseek.output_groups:
+            raise ValueError(
+                f"num_heads {self.num_heads} must be a multiple of {deepseek.output_groups} groups"
+            )
+        if deepseek.rotary_size > self.head_dim:
+            raise ValueError(
+                f"rotary size {deepseek.rotary_size} exceeds head_dim {self.head_dim}"
+            )
+        if self.experts is None or not all(map(self.window, range(self.num_layers))):
+            raise ValueError("DeepSeek-V4 layers have experts and a sliding window each")
 
     def window(self, layer: int) -> int | None:
         """Rows that the attention of ``layer`` sees, its own included; None: all."""
         return self.windows[layer] if self.windows else None
 
     @property
+    def cache_kinds(self) -> tuple[str, ...]:
+        """What each layer caches: keys and values, or keys that are the values."""
+        return ("key", "value") if self.deepseek is None else ("key",)
+
+    @property
     def cache_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Key-value heads and head size of each of the 2L caches: key and value of each layer in turn."""
+        """Key-value heads and head size of each cache: the kinds of each layer in turn."""
         layers = map(self.of_layer, range(self.num_layers))
         sizes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
-        return tuple(size for size in sizes for _ in ("key", "value"))
+        return tuple(size for size in sizes for _ in self.cache_kinds)
 
     def of_layer(self, layer: int) -> Self:
         """The sizes of one layer, in the place of the decoder's."""
@@ -346,7 +394,7 @@ class TargetConfig:
 
 
 def _decoder_from_json(data: dict[str, Any]) -> DecoderConfig:
-    experts, gemma = data.get("experts"), data.get("gemma")
+    experts, gemma, deepseek = data.get("experts"), data.get("gemma"), data.get("deepseek")
     return DecoderConfig(
         **{
             **data,
@@ -354,5 +402,6 @@ def _decoder_from_json(data: dict[str, Any]) -> DecoderConfig:
             "windows": tuple(data.get("windows", ())),
             "experts": None if experts is None else ExpertsConfig.from_json(experts),
             "gemma": None if gemma is None else GemmaConfig.from_json(gemma),
+            "deepseek": None if deepseek is None else DeepseekConfig(**deepseek),
         }
     )

@@ -113,7 +113,7 @@ def write_draft(
         assert layout == "speculators"
         settings["draft_vocab_size"] = len(drafted)
         _reduce_vocabulary(stored, drafted)
-    _write_json(path / "config.json", settings | (config or {}))
+    write_json(path / "config.json", settings | (config or {}))
     _write_weights(path, stored, dtype, shards)
     return path
 
@@ -156,7 +156,7 @@ def write_gemma_draft(
             },
         },
     }  # fmt: skip
-    _write_json(path / "config.json", settings | (config or {}))
+    write_json(path / "config.json", settings | (config or {}))
     weights = gemma_weights(sizes, key_is_value=key_is_value, confidence=confidence, seed=seed)
     _write_weights(path, weights, "float32", 1)
     return path
@@ -177,7 +177,7 @@ def gemma_weights(
             del weights[f"layers.{layer}.self_attn.v_proj.weight"]
         for side in ("pre", "post"):
             extra[f"layers.{layer}.{side}_feedforward_layernorm.weight"] = (sizes.hidden,)
-    weights |= _random(extra, seed)
+    weights |= random_weights(extra, seed)
     for layer in range(sizes.layers):
         weights[f"layers.{layer}.layer_scalar"] = torch.tensor([0.6 + 0.25 * layer])
     return weights
@@ -241,7 +241,7 @@ def write_eagle3_draft(
     if drafted is not None:
         settings["draft_vocab_size"] = len(drafted)
         _reduce_vocabulary(weights, drafted)
-    _write_json(path / "config.json", settings | (config or {}))
+    write_json(path / "config.json", settings | (config or {}))
     _write_weights(path, weights, "float32", 1)
     return path
 
@@ -258,7 +258,7 @@ def eagle3_weights(sizes: Dims, *, qk_norm: bool = True, seed: int = 0) -> Weigh
         "fc.weight": (sizes.hidden, len(sizes.target_layer_ids) * sizes.target_hidden),
         "layers.0.hidden_norm.weight": (sizes.hidden,),
     }
-    return _random(shapes, seed)
+    return random_weights(shapes, seed)
 
 
 def write_target(
@@ -302,9 +302,9 @@ def write_target(
     weights["model.embed_tokens.weight"] = (sizes.vocab, sizes.hidden)
     if not tied:
         weights["lm_head.weight"] = (sizes.vocab, sizes.hidden)
-    _write_json(path / "config.json", settings | (config or {}))
-    _write_json(path / "generation_config.json", {"eos_token_id": list(stop_token_ids)})
-    _write_weights(path, _random(weights, seed + 1000), dtype, shards)
+    write_json(path / "config.json", settings | (config or {}))
+    write_json(path / "generation_config.json", {"eos_token_id": list(stop_token_ids)})
+    _write_weights(path, random_weights(weights, seed + 1000), dtype, shards)
     return path
 
 
@@ -363,7 +363,7 @@ def write_gemma_target(
         shapes[f"layers.{layer}.layer_scalar"] = (1,)
     shapes["embed_tokens.weight"] = (sizes.vocab, sizes.hidden)
     stem = "model.language_model." if nested else "model."
-    weights = {stem + name: tensor for name, tensor in _random(shapes, seed + 1000).items()}
+    weights = {stem + name: tensor for name, tensor in random_weights(shapes, seed + 1000).items()}
     if nested:
         weights["model.vision_tower.patch_embedder.weight"] = torch.zeros(2, 2)
         settings = {
@@ -371,8 +371,8 @@ def write_gemma_target(
             "text_config": settings,
             "tie_word_embeddings": True,
         }
-    _write_json(path / "config.json", settings)
-    _write_json(path / "generation_config.json", {"eos_token_id": [1, 2]})
+    write_json(path / "config.json", settings)
+    write_json(path / "generation_config.json", {"eos_token_id": [1, 2]})
     _write_weights(path, weights, "float32", 1)
     return path
 
@@ -401,7 +401,7 @@ def draft_weights(
         width = hidden + (rank if confidence == "hidden+markov" else 0)
         shapes["confidence_head.proj.weight"] = (1, width)
         shapes["confidence_head.proj.bias"] = (1,)
-    return _random(shapes, seed)
+    return random_weights(shapes, seed)
 
 
 def edit_config(
@@ -417,7 +417,7 @@ def edit_config(
     place.update(changes or {})
     for key in drop:
         del place[key]
-    _write_json(path / "config.json", config)
+    write_json(path / "config.json", config)
 
 
 def edit_tensors(path: Path, edit: Callable[[Weights], object]) -> None:
@@ -464,7 +464,7 @@ def _make_sparse(weights: dict[str, tuple[int, ...]], mlp: str, sizes: Dims) -> 
         weights[stem + "down_proj.weight"] = (sizes.hidden, inner)
 
 
-def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
+def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> Weights:
     weights = {}
     for name, shape in shapes.items():
         # Seeded by name: a tensor does not depend on which others a layout or head has.
@@ -586,7 +586,7 @@ def _target_weights(path: Path) -> Weights:
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2))
 
@@ -606,7 +606,7 @@ def _write_weights(path: Path, weights: Weights, dtype: str, shards: int) -> Non
         part = {name: stored[name] for name in stored if weight_map[name] == file}
         save_file(part, path / file, metadata={"format": "pt"})
     total = sum(tensor.nbytes for tensor in stored.values())
-    _write_json(
+    write_json(
         path / "model.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": weight_map},
     )

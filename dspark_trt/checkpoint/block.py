@@ -8,7 +8,13 @@ length of 1 and no error), so each is decided from the format, noted, and can be
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dspark_trt.checkpoint.dialects import MODEL_OPTIMIZER, SPECULATORS, ZLAB_DFLASH, Dialect
+from dspark_trt.checkpoint.dialects import (
+    DEEPSEEK_V4,
+    MODEL_OPTIMIZER,
+    SPECULATORS,
+    ZLAB_DFLASH,
+    Dialect,
+)
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.records import DraftOverrides, Notes
 from dspark_trt.config import DecoderConfig, SlotSemantics
@@ -49,18 +55,20 @@ def read_block(
     )
 
 
-def layer_id_fault(ids: tuple[int, ...], num_target_layers: int) -> str | None:
+def layer_id_fault(
+    ids: tuple[int, ...], num_target_layers: int, *, taps_last: bool = False
+) -> str | None:
     """What is wrong with tapped layers of a target this deep, or None.
 
-    The last layer is refused: the reference's ``hidden_states[-1]`` is its output *after* the final
-    norm, so no drafter was trained on the plain one.
+    The last layer is refused unless ``taps_last`` (DeepSeek-V4): the reference's ``hidden_states[-1]`` is
+    its output *after* the final norm, so no other drafter was trained on the plain one.
     """
-    low, high = -1, num_target_layers - 2
+    low, high = -1, num_target_layers - (1 if taps_last else 2)
     if not ids:
         return "is empty"
     if any(left >= right for left, right in pairwise(ids)):
         return "is not strictly increasing"
-    if ids[-1] == num_target_layers - 1:
+    if ids[-1] == num_target_layers - 1 and not taps_last:
         return f"taps the last of {num_target_layers} layers, whose output no drafter was trained on"
     if ids[0] < low or (num_target_layers != UNKNOWN_DEPTH and ids[-1] > high):
         return f"must lie in {low}..{high} for a target of {num_target_layers} layers (-1: embeddings)"
@@ -175,7 +183,9 @@ def _mask_token(
 
 
 def _depth(fields: Fields, dialect: Dialect, notes: Notes) -> int:
-    depth = fields.integer("num_target_layers")
+    # A DeepSeek-V4 drafter shares its target's config.json.
+    own = dialect is DEEPSEEK_V4
+    depth = fields.integer("num_hidden_layers" if own else "num_target_layers")
     if depth is not None:
         if depth.value < 1:
             raise fields.error(f"{depth.where} is {depth.value}, expected at least 1")
@@ -202,14 +212,15 @@ def _target_layers(
     # speculators counts hidden states, of which number 0 is the embedding output.
     shift = int(dialect is SPECULATORS)
     ids = tuple(layer - shift for layer in setting.value)
-    if fault := layer_id_fault(ids, depth):
+    if fault := layer_id_fault(ids, depth, taps_last=dialect is DEEPSEEK_V4):
         raise fields.error(f"{setting.where} {setting.value} {fault}")
     if dialect is MODEL_OPTIMIZER and ids[0] == -1:
         # NVIDIA/Model-Optimizer#2149: negative ids were exported; a Python index cannot be told apart.
         notes.warn(f"{setting.where} {setting.value}: -1 is read as the embedding output")
     reason = f"{setting.where} {setting.value} less 1" if shift else setting.where
+    mean = ", the mean over its streams" if dialect is DEEPSEEK_V4 else ""
     notes.decide(
-        "target_layer_ids", list(ids), f"{reason}; id i is the output of decoder layer i"
+        "target_layer_ids", list(ids), f"{reason}; id i is the output of decoder layer i{mean}"
     )
     return ids
 

@@ -37,6 +37,8 @@ def inexpressible(config: DraftConfig, dialect_name: str) -> list[str]:
     faults = []
     if config.chain is not None:
         faults.append("Eagle3 (a chain instead of a block)")
+    if config.decoder.deepseek is not None:
+        faults.append("DeepSeek-V4 stages")
     in_place = config.slot_semantics is SlotSemantics.IN_PLACE
     if dialect_name in (DEEPSPEC.name, SPECFORGE.name) and in_place:
         faults.append("slots in place (its slot 0 always predicts)")

@@ -62,9 +62,11 @@ MODEL_OPTIMIZER = Dialect(
     },
 )
 
+DEEPSEEK_V4 = Dialect(name="deepseek-v4", prefixes={})  # read by a module of its own
+
 # Layouts with other mathematics: name -> does this tensor give it away?
 _REFUSED: dict[str, Callable[[str], bool]] = {
-    "DeepSeek-V4 mtp": lambda key: key.startswith("mtp."),
+    "mtp": lambda key: key.startswith("mtp."),
     "DFlash2": lambda key: key.startswith(("dflash.conv_", "selector_")),
 }  # fmt: skip
 

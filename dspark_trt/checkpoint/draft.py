@@ -12,6 +12,7 @@ from pathlib import Path
 from dspark_trt.checkpoint.accounting import account_for, rename
 from dspark_trt.checkpoint.block import read_block
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
+from dspark_trt.checkpoint.deepseek import deepseek_sign, read_deepseek
 from dspark_trt.checkpoint.dialects import SPECULATORS, Dialect, recognise
 from dspark_trt.checkpoint.eagle3 import eagle3_sign, read_eagle3
 from dspark_trt.checkpoint.fields import DRAFT_PLACES, Fields
@@ -52,6 +53,8 @@ def read_draft(
         read_json(folder / "config.json"), folder / "config.json", nested=DRAFT_PLACES
     )
     files = read_tensors(folder)
+    if (stage := deepseek_sign(files)) is not None:
+        return read_deepseek(folder, fields, files, stage, overrides)
     if (shown := eagle3_sign(fields, files)) is not None:
         return read_eagle3(folder, fields, files, shown, overrides)
     dialect, sign = recognise(fields, files)

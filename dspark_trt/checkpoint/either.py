@@ -29,5 +29,5 @@ def read_checkpoint(
 
 def source_hash(checkpoint: DraftCheckpoint | TargetCheckpoint) -> str:
     """sha256 over config.json and the safetensors files, streamed."""
-    weights = {ref.file for ref in checkpoint.tensors.values()}
+    weights = {file for ref in checkpoint.tensors.values() for file in ref.files}
     return hash_files([checkpoint.path / "config.json", *weights])

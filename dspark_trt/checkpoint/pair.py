@@ -31,7 +31,10 @@ def check_pair(draft: DraftCheckpoint, target: TargetCheckpoint) -> tuple[str, .
         for key, ours, other, theirs in pairs
         if ours != theirs
     ]
-    if fault := layer_id_fault(drafter.target_layer_ids, served.num_layers):
+    taps_last = drafter.decoder.deepseek is not None
+    if fault := layer_id_fault(
+        drafter.target_layer_ids, served.num_layers, taps_last=taps_last
+    ):
         faults.append(f"target_layer_ids {list(drafter.target_layer_ids)} {fault}")
     if faults:
         raise CheckpointError(

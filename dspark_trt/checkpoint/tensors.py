@@ -52,7 +52,16 @@ class TensorRef:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def files(self) -> frozenset[Path]:
+        """Every file that ``load`` reads."""
+        return frozenset({self.file})
+
     def load(self) -> "torch.Tensor":
+        """What the tensor stands for."""
+        return self.stored()
+
+    def stored(self) -> "torch.Tensor":
         """The tensor, memory-mapped: pages are read when touched, and let go with the tensor.
 
         Each tensor has its own map: one for all would keep every page in memory that was ever read.

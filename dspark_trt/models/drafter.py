@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dspark_trt.config import ConfidenceInput, DraftConfig, HeadType
 from dspark_trt.models.backbone import Backbone
+from dspark_trt.models.deepseek import DeepseekBackbone, NormedHead
 from dspark_trt.models.heads import ConfidenceHead, SequentialHead
 from dspark_trt.models.layers import LanguageHead
 from dspark_trt.models.operators import sample_draft
@@ -17,8 +18,13 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         decoder = config.decoder
-        self.backbone = Backbone(config)
-        self.lm_head = LanguageHead(decoder, config.head_vocab_size)
+        self.backbone: Backbone | DeepseekBackbone
+        self.lm_head: LanguageHead
+        if decoder.deepseek is not None:
+            self.backbone, self.lm_head = DeepseekBackbone(config), NormedHead(config)
+        else:
+            self.backbone = Backbone(config)
+            self.lm_head = LanguageHead(decoder, config.head_vocab_size)
         self.vocabulary = None if config.draft_vocab_size is None else DraftVocabulary(config)
         if config.head_type is not HeadType.NONE:
             self.markov_head = SequentialHead(config)
@@ -71,7 +77,7 @@ class Drafter(nn.Module):
         context_len: Tensor,  # int64 [B]
         temperature: Tensor,  # float32 [B]
         uniforms: Tensor,  # float32 [B, γ]
-        *caches: Tensor,  # 2L x [B, Hkv, S, D]
+        *caches: Tensor,  # [B, Hkv, S, D] each
     ) -> tuple[Tensor, ...]:
         """One fused draft step: tokens, logits, confidence logits (with a head), caches."""
         hidden, updated = self.backbone(anchor_ids, new_taps, new_len, context_len, *caches)

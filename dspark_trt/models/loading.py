@@ -33,6 +33,8 @@ _FLOAT32_PARTS = (
     "confidence_head",
     "mlp.gate.",
     "layer_scalar",
+    ".attn_sink",
+    "hc_",
 )  # tiny, and where 16 bits hurt
 
 

@@ -41,11 +41,18 @@ def rms_norm(
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """ONNX `RotaryEmbedding`, half-split pairing: float32 `[B, heads, N, D]` by `[B, N, D/2]` tables."""
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """ONNX `RotaryEmbedding`: float32 `[B, heads, N, D]` by `[B, N, D/2]` tables. Pairs are (i, i + D/2), or
+    neighbours where `interleaved`.
+    """
     if torch.compiler.is_exporting():
-        return _node("RotaryEmbedding", (x, cos, sin), {}, dtype=x.dtype, shape=x.shape)
+        attrs = {"interleaved": 1} if interleaved else {}
+        return _node("RotaryEmbedding", (x, cos, sin), attrs, dtype=x.dtype, shape=x.shape)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        pairs = (first * cos - second * sin, second * cos + first * sin)
+        return torch.stack(pairs, -1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
