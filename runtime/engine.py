@@ -17,10 +17,11 @@ from dspark_trt.config import ConfidenceInput
 from dspark_trt.errors import BackendError, BundleError, CapacityError, RequestError
 from dspark_trt.runtime.admission import AdmissionLimits, WaitingQueue
 from dspark_trt.runtime.backends import Backend, open_backend
-from dspark_trt.runtime.backends.interface import BackendOptions, TargetModel
+from dspark_trt.runtime.backends.interface import BackendOptions, RunsRounds, TargetModel
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.drafter_window import DrafterWindow
+from dspark_trt.runtime.launched_rounds import LaunchedRounds
 from dspark_trt.runtime.metrics import EngineMetrics
 from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.prefix_cache import PrefixCache, PrefixRows
@@ -30,6 +31,7 @@ from dspark_trt.runtime.scheduler import Scheduler
 from dspark_trt.runtime.scheduling import AUTO, choose_scheduling
 from dspark_trt.runtime.sequence import Sequence
 from dspark_trt.runtime.session import load_calibration
+from dspark_trt.runtime.targets.host import HostTargetModel
 from dspark_trt.runtime.text import TextCodec
 
 _log = logging.getLogger(__name__)
@@ -51,6 +53,9 @@ class EngineOptions:
     )
     drafter_trained_tokens: int | None = None  # warn beyond it
     drafter_rebase_tokens: int | None = None  # see DrafterWindow
+    launch_rounds: bool = (
+        True  # where the backend can; False: the host reads drafts in every round
+    )
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -111,6 +116,8 @@ class Engine:
         )
         self.metrics = EngineMetrics(self.gamma, lambda: self.planner.drift.gap())
         self.observers: list[RoundObserver] = [self.metrics.observe]
+        if isinstance(target, HostTargetModel):
+            target.serve(bundle.draft)
         self._rounds = Rounds(
             drafter=backend.draft_model(options.max_batch),
             target=target or backend.target_model(options.max_batch),
@@ -130,6 +137,16 @@ class Engine:
             strict_margin=options.strict_margin,
             feeds_every_request=options.prefix_cache_bytes > 0,
         )
+        self._has_head = bundle.draft.confidence is not ConfidenceInput.NONE
+        self._why_not_launched = self._refuses_launching(backend, target)
+        if self._why_not_launched is None:
+            assert isinstance(backend, RunsRounds)
+            self._rounds.launched = LaunchedRounds(
+                backend.rounds(options.max_batch),
+                self.planner,
+                self._rounds.table,
+                has_confidence=self._has_head,
+            )
         self._waiting = WaitingQueue(
             AdmissionLimits(
                 waiting=options.max_waiting, cached_tokens=options.max_cached_tokens
@@ -142,6 +159,23 @@ class Engine:
         )
         self._known: dict[int, Sequence] = {}
         self._next_id = 0
+
+    def _refuses_launching(self, backend: Backend, target: TargetModel | None) -> str | None:
+        """Why no round of this engine is launched at once; None: the backend does that."""
+        options = self.options
+        if not isinstance(backend, RunsRounds):
+            return f"backend {backend.name} runs one step at a time"
+        if not options.launch_rounds:
+            return "launch_rounds is off"
+        if target is not None:
+            return "the target is the host's own"
+        if self.bundle.draft.chain is not None:
+            return "the context rows of an Eagle3 drafter are made on the host"
+        if options.strict_margin:
+            return "strict_margin looks at logits on the host"
+        if options.drafter_rebase_tokens:
+            return "drafter_rebase_tokens keeps taps on the host"
+        return None
 
     @classmethod
     def load(
@@ -338,6 +372,7 @@ class Engine:
                 "bytes": self._prefixes.nbytes,
             },
             "scheduler": type(planner.scheduler).__name__,
+            "launched_rounds": self._launching(),
             "reasons": dict(metrics.reasons),
             "bypass": planner.bypassed,
             "cost_table": None if planner.table is None else dict(planner.table.origin),
@@ -345,11 +380,19 @@ class Engine:
             "options": asdict(self.options),
         }
 
+    def _launching(self) -> dict[str, Any]:
+        """Rounds launched without waiting in between, and the others by why they waited."""
+        launched = self._rounds.launched
+        return {
+            "rounds": 0 if launched is None else launched.rounds,
+            "never": self._why_not_launched,
+            "waited": {} if launched is None else dict(launched.waiting),
+        }
+
     def _notes(self) -> list[str]:
         """What is missing or switched off, said aloud."""
         notes = [] if self._scheduling.note is None else [self._scheduling.note]
-        head = self.bundle.draft.confidence is not ConfidenceInput.NONE
-        if not head and self.planner.calibration.estimator is None:
+        if not self._has_head and self.planner.calibration.estimator is None:
             notes.append(
                 "the drafter has no confidence head and no fitted estimator: its own probabilities "
                 f"are used as they are. Fit one: dspark-trt calibrate {self.bundle.path}"

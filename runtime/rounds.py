@@ -10,6 +10,7 @@ Active requests are the first rows of every cache, so bindings never move. A rou
 import time
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.errors import BackendError, RequestError
 from dspark_trt.runtime.backends.interface import (
+    CountsWaits,
     DraftInputs,
     DraftModel,
     DraftOutput,
@@ -29,10 +31,12 @@ from dspark_trt.runtime.backends.interface import (
     VerifyInputs,
 )
 from dspark_trt.runtime.drafter_window import DrafterWindow
+from dspark_trt.runtime.launched_rounds import LaunchedRounds
 from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
 from dspark_trt.runtime.rows import ProcessorTable, RowTable
+from dspark_trt.runtime.scheduler import Budget
 from dspark_trt.runtime.sequence import Sequence
 
 Ints = NDArray[np.int64]
@@ -43,16 +47,31 @@ STAGES = ("draft", "schedule", "target", "verify", "commit")
 
 
 class Stages:
-    """Seconds of a round by stage."""
+    """Seconds of a round by stage, and how often the host waited for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, counter: CountsWaits | None) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._since = time.perf_counter()
+        self.waits = dict.fromkeys(STAGES, 0)
+        self._counter = counter
+        self._since, self._waited = time.perf_counter(), self._waits_so_far()
 
     def end(self, stage: str) -> None:
-        now = time.perf_counter()
+        now, waited = time.perf_counter(), self._waits_so_far()
         self.seconds[stage] += now - self._since
-        self._since = now
+        self.waits[stage] += waited - self._waited
+        self._since, self._waited = now, waited
+
+    def on_device(self, draft: float, step: float) -> None:
+        """Behind a launched round: what the device took, of the time that the host spent waiting for it."""
+        spent = self.seconds["target"] + self.seconds["commit"]
+        self.seconds |= {
+            "draft": draft,
+            "target": step,
+            "commit": max(spent - draft - step, 0.0),
+        }
+
+    def _waits_so_far(self) -> int:
+        return 0 if self._counter is None else self._counter.waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +90,9 @@ class RoundReport:
     planned: PlannedRound | None
     undrafted_reason: str  # why requests that may draft did not
     seconds: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, int] = field(
+        default_factory=dict
+    )  # by stage; 0 where steps are over when they return
 
 
 class _Draft(NamedTuple):
@@ -78,6 +100,20 @@ class _Draft(NamedTuple):
 
     output: DraftOutput
     drafted: Bools  # [count]: rows whose drafts are meant
+
+
+class _Done(NamedTuple):
+    """A round that only has to be committed. B requests."""
+
+    decoding: Bools  # [B]
+    drafted: Bools  # [B]
+    lengths: Ints  # [B]
+    verified: Verification
+    accepted: Ints  # [B] drafts
+    taps: Listed[Floats] | None  # of each request's rows; None: they stay on the device
+    target_rows: int
+    draft: DraftOutput | None
+    planned: PlannedRound | None
 
 
 class Rounds:
@@ -100,6 +136,7 @@ class Rounds:
         strict_margin: float = 0.0,
         feeds_every_request: bool = False,
     ) -> None:
+        self.launched: LaunchedRounds | None = None  # for backends that run whole rounds
         self.active: list[Sequence] = []  # position is cache row
         self.planner = planner
         self.drafter, self.target = drafter, target
@@ -109,6 +146,7 @@ class Rounds:
             is_chain  # context rows name the token behind them, the last is sent again
         )
         self._verifier = verifier
+        self._counter = drafter if isinstance(drafter, CountsWaits) else None
         self._window = window
         self._gamma = planner.gamma
         self._vocab = vocab
@@ -157,12 +195,17 @@ class Rounds:
     def _swap(self, first: int, second: int) -> None:
         if first == second:
             return
+        self._bring_home()
         self.drafter.swap_rows(first, second)
         self.target.swap_rows(first, second)
         self.table.swap(first, second)
         if self._processors is not None:
             self._processors.swap(first, second)
         self.active[first], self.active[second] = self.active[second], self.active[first]
+
+    def _bring_home(self) -> None:
+        if self.launched is not None:
+            self.launched.bring_home()
 
     def bring_to_front(self, sequence: Sequence) -> None:
         self._swap(0, self.active.index(sequence))
@@ -194,13 +237,19 @@ class Rounds:
         Raises:
             BackendError: a model failed. Nothing was committed and the round can be run again.
         """
-        stages = Stages()
+        stages = Stages(self._counter)
         if is_plain:
             for sequence in self.active[:count]:
                 sequence.is_doubtful = False
         decoding, drafted = self._decoding(count), np.zeros(count, np.bool_)
         if not is_plain:
             decoding, drafted = self._drafting_in_front(decoding)
+        if self.launched is not None and not is_plain:
+            requests = self._drafted_requests(np.arange(count), drafted)
+            budget = self.launched.budget(self.active[:count], requests)
+            if budget is not None:
+                return self._run_launched(self.launched, requests, budget, stages)
+            self.launched.bring_home()
         draft = self._draft(drafted)
         stages.end("draft")
         planned, lengths = self._plan(decoding, draft)
@@ -211,38 +260,89 @@ class Rounds:
         stages.end("target")
         verified = self._verify(count, draft, lengths, rows, target)
         stages.end("verify")
-        before = [len(s.output) for s in self.active[:count]]
         accepted = np.where(decoding, np.maximum(verified.accepted, 0), 0)
         if draft is not None and self._strict_margin:
             verified, accepted = self._before_near_ties(verified, lengths, target.logits)
-        for row in range(count):
-            taps = target.taps[rows.offsets[row] : rows.offsets[row + 1]]
-            try:
-                self._commit(row, verified, int(lengths[row]), bool(drafted[row]), taps)
-            except (
-                BackendError
-            ) as error:  # its taps were refused: others have committed already
-                self.active[row].finish(FinishReason.ERROR, str(error))
-        if planned is not None:
-            own = np.flatnonzero(decoding)
-            context = self._paid_context(own)
-            self.planner.learn(planned, drafted[own], lengths[own], accepted[own], context)
-        self._count_reasons(decoding, drafted, planned)
-        stages.end("commit")
-        committed = [len(s.output) for s in self.active[:count]]
-        return RoundReport(
-            sequences=tuple(self.active[:count]),
+        done = _Done(
             decoding=decoding,
             drafted=drafted,
             lengths=lengths,
+            verified=verified,
             accepted=accepted,
-            committed=np.array(committed, np.int64) - np.array(before, np.int64),
+            taps=[target.taps[a:b] for a, b in pairwise(rows.offsets)],
             target_rows=len(rows.token_ids),
             draft=None if draft is None else draft.output,
-            temperature=self.table.temperature[:count],
             planned=planned,
+        )
+        return self._finish(done, stages)
+
+    def _run_launched(
+        self,
+        launched: LaunchedRounds,
+        requests: DraftedRequests,
+        budget: Budget,
+        stages: Stages,
+    ) -> RoundReport:
+        """A round in which everybody drafts, and nobody waits before its tokens are committed."""
+        count = len(requests.rows)
+        stages.end("schedule")
+        way = launched.launch(requests, budget)
+        stages.end("target")
+        seen = launched.read(way, count)
+        stages.end("commit")
+        stages.on_device(seen.draft_seconds, seen.step_seconds)
+        scores = seen.confidence_logits
+        done = _Done(
+            decoding=np.ones(count, np.bool_),
+            drafted=requests.drafted,
+            lengths=seen.lengths,
+            verified=Verification(seen.accepted, seen.tokens),
+            accepted=np.maximum(seen.accepted, 0),
+            taps=None,
+            target_rows=count + int(seen.lengths.sum()),
+            draft=launched.drafted(count),
+            planned=self.planner.planned(requests, budget, seen.lengths, scores),
+        )
+        return self._finish(done, stages)
+
+    def _finish(self, done: _Done, stages: Stages) -> RoundReport:
+        """Commit what was verified, learn from it, and report."""
+        decoding, lengths, accepted = done.decoding, done.lengths, done.accepted
+        active = self.active[: len(decoding)]
+        before = [len(s.output) for s in active]
+        for row, sequence in enumerate(active):
+            taps = None if done.taps is None else done.taps[row]
+            try:
+                self._commit(
+                    row, done.verified, int(lengths[row]), bool(done.drafted[row]), taps
+                )
+            except (
+                BackendError
+            ) as error:  # its taps were refused: others have committed already
+                sequence.finish(FinishReason.ERROR, str(error))
+        if done.planned is not None:
+            own = np.flatnonzero(decoding)
+            context = self._paid_context(own)
+            self.planner.learn(
+                done.planned, done.drafted[own], lengths[own], accepted[own], context
+            )
+        self._count_reasons(decoding, done.drafted, done.planned)
+        stages.end("commit")
+        committed = [len(s.output) for s in active]
+        return RoundReport(
+            sequences=tuple(active),
+            decoding=decoding,
+            drafted=done.drafted,
+            lengths=lengths,
+            accepted=accepted,
+            committed=np.array(committed, np.int64) - np.array(before, np.int64),
+            target_rows=done.target_rows,
+            draft=done.draft,
+            temperature=self.table.temperature[: len(active)],
+            planned=done.planned,
             undrafted_reason=self.planner.undrafted_reason,
             seconds=stages.seconds,
+            waits=stages.waits,
         )
 
     def _paid_context(self, rows: Ints) -> Ints:
@@ -324,24 +424,24 @@ class Rounds:
         rows = np.flatnonzero(decoding)
         drafted = np.zeros(len(decoding), np.bool_)
         drafted[: len(draft.drafted)] = draft.drafted
-        drafted = drafted[rows]
-        room = self._max_context_tokens - 1 - self.table.target_len[rows]
-        share = (self._max_tokens_per_step - len(self.active)) // int(drafted.sum())
-        most = np.minimum(np.maximum(np.minimum(room, share), 0), self._gamma)
-        planned = self.planner.plan(
-            DraftedRequests(
-                rows=rows,
-                ids=self.table.request_ids[rows],
-                slots=self.table.slots[rows],
-                drafted=drafted,
-                limits=most * drafted,
-                temperature=self.table.temperature[rows],
-                context_tokens=self._paid_context(rows),
-            ),
-            draft.output,
-        )
+        planned = self.planner.plan(self._drafted_requests(rows, drafted[rows]), draft.output)
         lengths[rows] = planned.lengths
         return planned, lengths
+
+    def _drafted_requests(self, rows: Ints, drafted: Bools) -> DraftedRequests:  # [R] each
+        """What planning knows of requests that decode."""
+        room = self._max_context_tokens - 1 - self.table.target_len[rows]
+        share = (self._max_tokens_per_step - len(self.active)) // max(int(drafted.sum()), 1)
+        most = np.minimum(np.maximum(np.minimum(room, share), 0), self._gamma)
+        return DraftedRequests(
+            rows=rows,
+            ids=self.table.request_ids[rows],
+            slots=self.table.slots[rows],
+            drafted=drafted,
+            limits=most * drafted,
+            temperature=self.table.temperature[rows],
+            context_tokens=self._paid_context(rows),
+        )
 
     def _tokens(
         self, count: int, draft: _Draft | None, lengths: Ints
@@ -476,13 +576,21 @@ class Rounds:
     # Committing ----------------------------------------------------------------------------------
 
     def _commit(
-        self, row: int, verified: Verification, length: int, drafted: bool, taps: Floats
+        self,
+        row: int,
+        verified: Verification,
+        length: int,
+        drafted: bool,
+        taps: Floats | None,  # of its rows; None: the device keeps them
     ) -> None:
         sequence, table = self.active[row], self.table
         if sequence.finish_reason is not None:  # failed while its masks were made
             return
         accepted = int(verified.accepted[row])
         was_prefilling = sequence.is_prefilling
+        if taps is None:
+            taps = table.new_taps[row, :0]
+            table.new_len[row] = accepted + 1
         if self._is_chain:
             count = len(taps) if was_prefilling else max(accepted + 1, 0)
             taps = self._with_next_tokens(sequence, verified.tokens[row], taps[:count])

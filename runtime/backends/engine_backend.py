@@ -5,7 +5,7 @@ Buffers, caches, buckets, padding and CUDA graphs are those of the torch backend
 and streams; this module imports torch only where it runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dspark_trt.bundle import Bundle
@@ -15,6 +15,7 @@ from dspark_trt.gpu import visible_gpu
 from dspark_trt.runtime.backends.engine_contexts import EngineContexts, EngineLoader
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
+    DeviceRounds,
     DraftModel,
     TargetModel,
     Verifier,
@@ -68,6 +69,14 @@ class EngineBackend:
         parts, steps, engines = self._parts.take(requests, "verifier")
         engines.load("verify")
         return parts.verifier(steps)
+
+    def rounds(self, requests: int) -> DeviceRounds:
+        """Contexts of their own: a captured graph shares none with the graphs of single steps."""
+        from dspark_trt.runtime.backends.torch_graph_steps import GraphSteps
+        from dspark_trt.runtime.backends.torch_rounds import TorchRounds
+
+        parts, _, runner = self._parts.take(requests, "rounds")
+        return TorchRounds(parts, GraphSteps(self.bundle, parts, runner.for_rounds))
 
     def _new_parts(self, requests: int) -> "tuple[DeviceParts, GraphSteps, EngineRunner]":
         from dspark_trt.runtime.backends.torch_backend import DeviceParts
@@ -126,6 +135,15 @@ class EngineRunner:
     def __call__(
         self, graph: str, tensors: "Mapping[str, Tensor]", key: GraphKey | None
     ) -> None:
+        self._run(graph, tensors, key)
+
+    def for_rounds(
+        self, graph: str, tensors: "Mapping[str, Tensor]", key: GraphKey | None
+    ) -> None:
+        """A step inside a round that is launched as a whole."""
+        self._run(graph, tensors, ("round", key))
+
+    def _run(self, graph: str, tensors: "Mapping[str, Tensor]", key: Hashable | None) -> None:
         import torch
 
         stream: Any = torch.cuda.current_stream()

@@ -111,8 +111,87 @@ class PaysCapacity(Protocol):
     def capacity_rows(self) -> int: ...
 
 
+@runtime_checkable
+class CountsWaits(Protocol):
+    """A model whose steps are launched: how often so far the host waited for the device."""
+
+    @property
+    def waits(self) -> int: ...
+
+
 class Verifier(Protocol):
     def verify(self, inputs: VerifyInputs) -> Verification: ...
+
+
+class DecodingRows(NamedTuple):
+    """The first rows as they stand between two rounds; both caches hold what they say."""
+
+    anchor_ids: Ints  # [B]
+    new_taps: Floats  # [B, K+1, m*H]
+    new_len: Ints  # [B] valid rows of new_taps
+    draft_len: Ints  # [B] rows in the drafter's cache
+    target_len: Ints  # [B] rows in the target's
+    temperature: Floats  # [B]
+    top_k: Ints  # [B]
+    top_p: Floats  # [B]
+    min_p: Floats  # [B]
+
+
+class RoundInputs(NamedTuple):
+    """What a round needs to know when it is launched."""
+
+    budget: int  # drafts that are verified, of all requests together
+    limits: Ints  # [B] of each of them
+    corrections: NDArray[np.float64]  # [B, K] added to calibrated confidence logits
+    draft_uniforms: Floats  # [B, K]
+    verify_uniforms: Floats  # [B, K+1]
+
+
+class Committed(NamedTuple):
+    """What a launched round did; the caller's to keep."""
+
+    accepted: Ints  # [B]; -1: refused
+    tokens: Ints  # [B, K+1]; -1 behind the committed ones
+    lengths: Ints  # [B] ℓ
+    confidence_logits: Floats | None  # [B, K]
+    draft_seconds: float  # on the device
+    step_seconds: float  # target, verification and commit
+
+
+class RoundOnTheWay(Protocol):
+    def read(self) -> Committed:
+        """Wait for the committed tokens; to be done before the next round but one is launched."""
+
+
+class DeviceRounds(Protocol):
+    """Whole rounds of the first rows: draft, budget, target, verification and commit launched at once, while
+    the host reads nothing.
+    """
+
+    def calibrate(
+        self, slope: NDArray[np.float64], offset: NDArray[np.float64]
+    ) -> None:  # [K] each
+        """Confidence logits become slope · logit + offset."""
+
+    def take(self, rows: DecodingRows) -> None:
+        """Take rows over: from now on the device keeps them."""
+
+    def launch(self, inputs: RoundInputs) -> RoundOnTheWay:
+        """Launch a round of the first B rows and return at once."""
+
+    def drafted(self, count: int) -> DraftOutput:
+        """Drafts of the last round, which come to the host when somebody reads them."""
+
+    def new_taps(self, count: int) -> Floats:
+        """`[count, K+1, m*H]`: what `take` needs of rows besides what `Committed` says; waits."""
+
+
+@runtime_checkable
+class RunsRounds(Protocol):
+    """A backend that can also run whole rounds on its device."""
+
+    def rounds(self, requests: int) -> DeviceRounds:
+        """Rounds on the caches of the models opened last for so many requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who shares device memory: drafter, target and verifier of one engine, and nobody else."""
+"""Who shares device memory: drafter, target, verifier and rounds of one engine, and nobody else."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Parts = TypeVar("Parts")
 
-_ROLES = 3  # drafter, target, verifier
+_ROLES = 4  # drafter, target, verifier, rounds
 
 
 class OpenParts(Generic[Parts]):

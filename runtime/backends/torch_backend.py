@@ -20,6 +20,7 @@ from dspark_trt.models.stored_weights import StoredWeights
 from dspark_trt.models.target import Target
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
+    DeviceRounds,
     DraftModel,
     TargetModel,
     Verifier,
@@ -37,6 +38,7 @@ from dspark_trt.runtime.backends.torch_steps import (
     ModuleSteps,
     Steps,
     graph_contracts,
+    round_buffers,
     wanted_buffers,
 )
 from dspark_trt.runtime.cuda_graphs.buckets import Buckets, GraphKey
@@ -69,7 +71,7 @@ class DeviceParts:
         self.buckets = buckets or Buckets.up_to(requests, gamma + 1)
         batch, rows = self.buckets.batch[-1], self.buckets.rows[-1]
         self.plan = plan_buffers(
-            wanted_buffers(graph_contracts(draft, target, dtype)),
+            wanted_buffers(graph_contracts(draft, target, dtype)) + round_buffers(gamma),
             {
                 "batch": batch,
                 "offsets": batch + 1,
@@ -188,6 +190,12 @@ class TorchBackend:
     def verifier(self, requests: int) -> Verifier:
         parts = self._parts.take(requests, "verifier")
         return parts.verifier(parts.module_steps(None, None))
+
+    def rounds(self, requests: int) -> DeviceRounds:
+        from dspark_trt.runtime.backends.torch_rounds import TorchRounds
+
+        parts = self._parts.take(requests, "rounds")
+        return TorchRounds(parts, parts.module_steps(self._drafter, self._target))
 
     def _new_parts(self, requests: int) -> DeviceParts:
         return DeviceParts(

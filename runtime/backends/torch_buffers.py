@@ -14,6 +14,12 @@ from dspark_trt.runtime.cuda_graphs.buffers import BufferPlan, Placement, Traffi
 Array = NDArray[Any]
 
 
+class Waits:
+    """How often the host waited for the device. On a CPU nothing has to be waited for, and it is counted alike."""
+
+    count = 0
+
+
 class StaticBuffers:
     """Tensors that captured graphs point at: addresses never change, results last until the next step.
 
@@ -38,6 +44,7 @@ class StaticBuffers:
             name: _view(self._device[placement.traffic], placement)
             for name, placement in plan.placements.items()
         }
+        self.waits = Waits()
         self._uploads: dict[str, Arrival] = {}
         self.host: Mapping[str, Array] = {
             name: _view(self._host[placement.traffic], placement).numpy()
@@ -50,7 +57,8 @@ class StaticBuffers:
 
     def settle(self, first: str) -> None:
         """Wait until the host may write again what it uploaded from buffer `first` on."""
-        if (upload := self._uploads.pop(first, None)) is not None:
+        upload = self._uploads.pop(first, None)
+        if upload is not None and not upload.is_over:
             upload.wait()
 
     def upload(self, first: str, last: str, count: int) -> None:
@@ -66,7 +74,7 @@ class StaticBuffers:
     def download(self, *names: str, count: int) -> "Arrival":
         """Start copying the first `count` entries of each buffer to `host`."""
         if self.device.type == "cpu":
-            return Arrival(None)
+            return self.arrival()
         for name in names:
             placement = self.plan.placements[name]
             host = _view(self._host[placement.traffic], placement)
@@ -76,19 +84,33 @@ class StaticBuffers:
     def arrival(self) -> "Arrival":
         """Of everything that was put on the current stream so far."""
         on_gpu = self.device.type == "cuda"
-        return Arrival(torch.cuda.current_stream().record_event() if on_gpu else None)
+        event = torch.cuda.current_stream().record_event() if on_gpu else None
+        return Arrival(event, self.waits)
+
+    def on_demand(self, name: str, count: int) -> "DeviceArray":
+        """The first `count` entries of a buffer, which come to the host when somebody reads them."""
+        return DeviceArray(self._tensors[name][:count], waits=self.waits)
 
 
 class Arrival:
     """A copy between host and device on its way."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None, waits: Waits) -> None:
+        self._event, self._waits = event, waits
+        self._is_waited_for = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._event is None or self._event.query()
 
     def wait(self) -> None:
+        """Wait once; further calls return."""
+        if self._is_waited_for:
+            return
+        self._is_waited_for = True
+        self._waits.count += 1
         if self._event is not None:
             self._event.synchronize()
-            self._event = None
 
 
 class DeviceArray:
@@ -98,10 +120,15 @@ class DeviceArray:
     """
 
     def __init__(
-        self, tensor: Tensor, host: Array | None = None, arrival: Arrival | None = None
+        self,
+        tensor: Tensor,
+        host: Array | None = None,
+        arrival: Arrival | None = None,
+        *,
+        waits: Waits,
     ) -> None:
         self.tensor = tensor
-        self._host, self._arrival = host, arrival
+        self._host, self._arrival, self._waits = host, arrival, waits
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,6 +139,7 @@ class DeviceArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if self._host is None:
+            self._waits.count += 1
             self._host = self.tensor.numpy(force=True)
         elif self._arrival is not None:
             self._arrival.wait()
@@ -122,7 +150,7 @@ class DeviceArray:
             read: Array = np.asarray(self)[index]
             return read
         host = None if self._host is None else self._host[index]
-        return type(self)(self.tensor[index], host, self._arrival)
+        return type(self)(self.tensor[index], host, self._arrival, waits=self._waits)
 
     def __setitem__(self, index: Any, values: Any) -> None:
         if index is not Ellipsis:

@@ -52,13 +52,13 @@ class StepGraphs:
 
     def run(self, key: GraphKey, version: int = 0) -> None:
         """Run one step; `version` changes when buffers outside the plan (caches) have moved."""
-        if self._capture is None or self.refusal is not None:
-            self._step(key)
-            return
-        if version != self._version:
-            self._graphs.clear()
-            self._version = version
         with self._named(f"{self.name} {key.batch}x{key.rows}"):
+            if self._capture is None or self.refusal is not None:
+                self._step(key)
+                return
+            if version != self._version:
+                self._graphs.clear()
+                self._version = version
             replay = self._graphs.get(key)
             if replay is None:
                 self._first(key, self._capture)

@@ -42,8 +42,15 @@ from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 class DeviceModel(ABC):
     """What drafter and target share: caches, one row a request, and graphs."""
 
-    def __init__(self, caches: DeviceCaches, graphs: StepGraphs, buckets: Buckets) -> None:
+    def __init__(
+        self, buffers: StaticBuffers, caches: DeviceCaches, graphs: StepGraphs, buckets: Buckets
+    ) -> None:
         self.caches, self.graphs, self.buckets = caches, graphs, buckets
+        self._buffers = buffers
+
+    @property
+    def waits(self) -> int:
+        return self._buffers.waits.count
 
     @property
     def capacity_rows(self) -> int:
@@ -89,9 +96,8 @@ class DeviceDraftModel(DeviceModel):
         graphs: StepGraphs,
         buckets: Buckets,
     ) -> None:
-        super().__init__(caches, graphs, buckets)
-        self._config = config
-        self._steps, self._buffers = steps, buffers
+        super().__init__(buffers, caches, graphs, buckets)
+        self._config, self._steps = config, steps
         self._has_confidence = "draft.confidence_logits" in buffers.host
 
     def _run_once(self, batch: int) -> None:
@@ -138,8 +144,8 @@ class DeviceDraftModel(DeviceModel):
         read = ("draft.tokens", "draft.confidence_logits")[: 1 + self._has_confidence]
         buffers.download(*read, count=batch).wait()
         tokens, *confidence = (buffers.host[name][:batch] for name in read)
-        logits = DeviceArray(buffers["draft.logits"][:batch])
-        return DraftOutput(tokens, _as_floats(logits), confidence[0] if confidence else None)
+        logits = as_floats(buffers.on_demand("draft.logits", batch))
+        return DraftOutput(tokens, logits, confidence[0] if confidence else None)
 
 
 class DeviceTargetModel(DeviceModel):
@@ -152,9 +158,8 @@ class DeviceTargetModel(DeviceModel):
         graphs: StepGraphs,
         buckets: Buckets,
     ) -> None:
-        super().__init__(caches, graphs, buckets)
-        self._padded = gamma + 1
-        self._steps, self._buffers = steps, buffers
+        super().__init__(buffers, caches, graphs, buckets)
+        self._padded, self._steps = gamma + 1, steps
 
     def _run_once(self, batch: int) -> None:
         tokens = [np.zeros(self._padded, np.int64)] * batch
@@ -182,10 +187,13 @@ class DeviceTargetModel(DeviceModel):
         self.graphs.run(key, self.caches.version)
         arrival = buffers.download("target.taps", count=total)
         taps = DeviceArray(
-            buffers["target.taps"][:total], buffers.host["target.taps"][:total], arrival
+            buffers["target.taps"][:total],
+            buffers.host["target.taps"][:total],
+            arrival,
+            waits=buffers.waits,
         )
-        logits = DeviceArray(buffers["verify.target_logits"][: len(rows.logit_rows)])
-        return TargetOutput(_as_floats(logits), _as_floats(taps))
+        logits = buffers.on_demand("verify.target_logits", len(rows.logit_rows))
+        return TargetOutput(as_floats(logits), as_floats(taps))
 
     def _prefill(self, rows: RaggedRows) -> TargetOutput:
         """Prompts have any shape: no graph, and caches only as far as the longest context."""
@@ -208,7 +216,11 @@ class DeviceTargetModel(DeviceModel):
         place = self._buffers["verify.target_logits"]
         if len(logits) <= len(place):  # verification finds them there
             logits = place[: len(logits)].copy_(logits)
-        return TargetOutput(_as_floats(DeviceArray(logits)), _as_floats(DeviceArray(taps)))
+        waits = self._buffers.waits
+        return TargetOutput(
+            as_floats(DeviceArray(logits, waits=waits)),
+            as_floats(DeviceArray(taps, waits=waits)),
+        )
 
 
 class DeviceVerifier:
@@ -272,6 +284,6 @@ def verify_processed(inputs: VerifyInputs, top_logprobs: int) -> Verification:
     return Verification(verified.accepted, verified.tokens, *shown)
 
 
-def _as_floats(array: DeviceArray) -> Floats:
+def as_floats(array: DeviceArray) -> Floats:
     """Every reader goes through NumPy's array protocol, which a `DeviceArray` answers."""
     return cast("Floats", array)

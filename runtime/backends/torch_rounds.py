@@ -6,8 +6,9 @@ follows, and what was committed are worked out on the device. A round is two lau
 committed tokens when it likes, one round late if it likes.
 """
 
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,9 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.backends.interface import Floats, Ints
+from dspark_trt.runtime.backends.interface import (
+    Committed,
+    DecodingRows,
+    DraftOutput,
+    Floats,
+    Ints,
+    RoundInputs,
+)
 from dspark_trt.runtime.backends.torch_backend import DeviceParts
 from dspark_trt.runtime.backends.torch_buffers import Arrival
+from dspark_trt.runtime.backends.torch_models import as_floats
 from dspark_trt.runtime.backends.torch_steps import Steps
 from dspark_trt.runtime.cuda_graphs.buckets import GraphKey
 from dspark_trt.runtime.cuda_graphs.schedule import Step, round_launches
@@ -33,26 +42,21 @@ class DeviceRaggedRows(NamedTuple):
     offsets: Tensor  # int64 [B+1]
 
 
-class Committed(NamedTuple):
-    accepted: Ints  # [B]; -1: refused
-    tokens: Ints  # [B, K+1]; -1 behind the committed ones
-
-
-def budgeted_lengths(survival: Tensor, limits: Tensor, budget: int) -> Tensor:
+def budgeted_lengths(survival: Tensor, limits: Tensor, budget: Tensor) -> Tensor:
     """Verification lengths that share `budget` drafts, the likeliest to be accepted first.
 
     Survival falls along a block, so the likeliest drafts of a request are its first ones; equal values are
-    counted, not chosen, and change nothing.
+    handed out request by request, as `survival.best_lengths` does on the host.
 
-    Shapes: survival float32 [B, K], limits int64 [B] -> int64 [B], each at most its limit.
+    Shapes: survival float64 [B, K], limits int64 [B], budget int64 [1] -> int64 [B], each at most its limit.
     """
     gamma = survival.shape[1]
     allowed = torch.arange(gamma, device=survival.device) < limits[:, None]
-    ranked = survival.masked_fill(~allowed, -1.0)
-    chosen = torch.zeros_like(ranked, dtype=torch.int64)
-    best = ranked.flatten().topk(min(budget, ranked.numel())).indices
-    chosen.view(-1)[best] = 1
-    lengths: Tensor = (chosen * allowed).sum(1)
+    ranked = survival.masked_fill(~allowed, -1.0).flatten()
+    order = ranked.sort(descending=True, stable=True).indices
+    places = torch.arange(len(order), device=order.device)
+    chosen = torch.zeros_like(order).scatter(0, order, (places < budget).to(order.dtype))
+    lengths: Tensor = (chosen.view_as(survival) * allowed).sum(1)
     return lengths
 
 
@@ -85,11 +89,11 @@ def ragged_on_device(
     )
 
 
-class DeviceRounds:
-    """Rounds of requests whose prompts the models of the same `parts` have prefilled.
+class TorchRounds:
+    """`interface.DeviceRounds` on the buffers, caches and steps of one engine's models.
 
-    State lies on the device, one row a request; `begin` sets a row, rounds advance the first rows of the
-    batch they are launched for.
+    State lies on the device, one row a request; rounds advance the first rows. Launching and reading may
+    overlap: a round can be read after the next one is launched.
     """
 
     def __init__(self, parts: DeviceParts, steps: Steps) -> None:
@@ -98,27 +102,29 @@ class DeviceRounds:
             raise RequestError(
                 "an Eagle3 drafter runs in the engine, not in rounds on the device"
             )
+        assert parts.target_caches is not None
         self._parts, self._steps, self._buffers = parts, steps, parts.buffers
         self._gamma = parts.draft_config.gamma
-        assert parts.target_caches is not None
         self._target_caches = parts.target_caches
-        rows = parts.buckets.batch[-1]
-        zeros = torch.zeros(rows, dtype=torch.int64, device=parts.device)
+        self._has_confidence = "draft.confidence_logits" in parts.plan.placements
+        rows, device = parts.buckets.batch[-1], parts.device
+        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         self._anchors, self._target_len, self._draft_len = (zeros.clone() for _ in range(3))
-        self._new_len, self._limits = zeros.clone(), zeros.clone()
-        self._count = zeros[0].clone()  # requests of the round; the others only fill its batch
-        self._slope = torch.ones(self._gamma, device=parts.device)
-        self._offset = torch.zeros(self._gamma, device=parts.device)
+        self._new_len = zeros.clone()
+        self._slope = torch.ones(self._gamma, dtype=torch.float64, device=device)
+        self._offset = torch.zeros(self._gamma, dtype=torch.float64, device=device)
         self._most_rows = np.zeros(rows, np.int64)  # the host's bound of `target_len`
-        self._owners = np.zeros(rows, np.int64)  # counts the requests that began in a row
-        self._launched_for = -1
-        # Accepted count and tokens of each request side by side: one copy brings both.
-        self._result = torch.zeros(
-            (rows, self._gamma + 2), dtype=torch.int64, device=parts.device
-        )
-        pinned = parts.device.type == "cuda"
+        self._takes = 0
+        # Accepted count, length and tokens of each request side by side: one copy brings them all.
+        self._result = torch.zeros((rows, self._gamma + 3), dtype=torch.int64, device=device)
+        self._scores = torch.zeros((rows, self._gamma), device=device)
+        pinned = device.type == "cuda"
         self._results = [
-            torch.zeros_like(self._result, device="cpu", pin_memory=pinned) for _ in range(2)
+            tuple(
+                torch.zeros_like(each, device="cpu", pin_memory=pinned)
+                for each in (self._result, self._scores)
+            )
+            for _ in range(2)
         ]
         outputs = ("draft.tokens", "draft.logits", "draft.confidence_logits")
         self.draft_graphs = parts.graphs("draft", self._draft, outputs)
@@ -130,95 +136,109 @@ class DeviceRounds:
             state=(*state, self._buffers["draft.new_taps"], self._result),
         )
 
-    def calibrate(self, slope: Floats, offset: Floats) -> None:
+    def calibrate(self, slope: NDArray[np.float64], offset: NDArray[np.float64]) -> None:
         """Confidence logits become slope · logit + offset `[γ]`; written in place, graphs stay."""
-        self._slope.copy_(torch.from_numpy(np.asarray(slope, np.float32)))
-        self._offset.copy_(torch.from_numpy(np.asarray(offset, np.float32)))
+        self._slope.copy_(torch.tensor(slope))
+        self._offset.copy_(torch.tensor(offset))
 
-    def begin(
-        self,
-        row: int,
-        *,
-        anchor: int,
-        target_len: int,
-        draft_len: int,
-        temperature: float = 0.0,
-        limit: int | None = None,
-    ) -> None:
-        """A request whose context both caches hold, and whose `anchor` is committed."""
-        for state, value in (
-            (self._anchors, anchor), (self._target_len, target_len), (self._draft_len, draft_len),
-            (self._new_len, 0), (self._limits, self._gamma if limit is None else limit),
+    def take(self, rows: DecodingRows) -> None:
+        """The first rows belong to these requests now."""
+        count, buffers = len(rows.anchor_ids), self._buffers
+        for place, values in (
+            (self._anchors, rows.anchor_ids), (self._target_len, rows.target_len),
+            (self._draft_len, rows.draft_len), (self._new_len, rows.new_len),
+            (buffers["draft.new_taps"], rows.new_taps),
+            (buffers["draft.temperature"], rows.temperature),
+            (buffers["verify.temperature"], rows.temperature), (buffers["verify.top_k"], rows.top_k),
+            (buffers["verify.top_p"], rows.top_p), (buffers["verify.min_p"], rows.min_p),
         ):  # fmt: skip
-            state[row] = value
-        self._most_rows[row] = target_len
-        self._owners[row] += 1
-        for name in ("draft.temperature", "verify.temperature"):
-            self._buffers[name][row] = temperature
-        for name, value in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
-            self._buffers[f"verify.{name}"][row] = value
+            place[:count].copy_(torch.tensor(values))
+        self._most_rows[:count] = rows.target_len
+        self._takes += 1
 
-    def launch(
-        self,
-        batch: int,
-        budget: int,
-        *,
-        draft_uniforms: NDArray[np.float32] | None = None,  # [B, K]
-        verify_uniforms: NDArray[np.float32] | None = None,  # [B, K+1]
-    ) -> "RoundOnTheWay":
-        """Launch a round of the first `batch` requests and return at once.
+    def new_taps(self, count: int) -> Floats:
+        """Taps of the last committed tokens `[count, γ+1, m*H]`, which the next draft step takes."""
+        return np.array(self._buffers.on_demand("draft.new_taps", count))
 
-        At least `budget` drafts are verified together: as many as the graph's rows hold for nothing.
+    def drafted(self, count: int) -> DraftOutput:
+        """Drafts of the last round."""
+        tokens, logits = (
+            self._buffers.on_demand(f"draft.{name}", count) for name in ("tokens", "logits")
+        )
+        scores = self._results[0][1][:count].numpy() if self._has_confidence else None
+        return DraftOutput(cast("Ints", tokens), as_floats(logits), scores)
+
+    def launch(self, inputs: RoundInputs) -> "TorchRound":
+        """Launch a round of the first B rows and return at once.
 
         Raises:
             CapacityError: more requests than the largest graph takes.
             RequestError: a negative budget.
+            BackendError: a step failed, or caches cannot grow; nothing was committed.
         """
-        if budget < 0:
-            raise RequestError(f"the budget of a round must be at least 0, got {budget}")
-        launches = {
+        batch = len(inputs.limits)
+        if inputs.budget < 0:
+            raise RequestError(f"the budget of a round must be at least 0, got {inputs.budget}")
+        keys = {
             each.step: each.key
             for each in round_launches(
-                batch, gamma=self._gamma, buckets=self._parts.buckets, budget=budget
+                batch, gamma=self._gamma, buckets=self._parts.buckets, budget=inputs.budget
             )
         }
-        self._make_room(batch)
-        if self._launched_for != batch:
-            self._count.fill_(batch)
-            self._launched_for = batch
-        for name, uniforms in (("draft", draft_uniforms), ("verify", verify_uniforms)):
-            if uniforms is not None:
-                place = self._buffers[f"{name}.uniforms"][:batch]
-                place.copy_(torch.from_numpy(uniforms), non_blocking=True)
-        version = self._parts.draft_caches.version + self._target_caches.version
-        draft, rest = launches[Step.DRAFT], launches[Step.TARGET]
+        draft, rest = keys[Step.DRAFT], keys[Step.TARGET]
         assert draft is not None
         assert rest is not None
+        self._make_room(batch, inputs.limits)
+        self._tell(batch, inputs)
+        version = self._parts.draft_caches.version + self._target_caches.version
+        begin = _now(self._parts.device)
         self.draft_graphs.run(draft, version)
+        between = _now(self._parts.device)
         self.round_graphs.run(rest, version)
+        end = _now(self._parts.device)
         self._results.reverse()
-        host = self._results[0][:batch]
-        host.copy_(self._result[:batch], non_blocking=True)
-        owners = self._owners[:batch].copy()
-        arrival = self._buffers.arrival()
-        return RoundOnTheWay(arrival, host, lambda accepted: self._learn(accepted, owners))
+        hosts = tuple(each[:batch] for each in self._results[0])
+        for host, source in zip(hosts, (self._result, self._scores), strict=True):
+            host.copy_(source[:batch], non_blocking=True)
+        self._most_rows[:batch] += 1 + inputs.limits
+        limits, takes = inputs.limits.copy(), self._takes
 
-    def _learn(self, accepted: Ints, owners: Ints) -> None:
-        """A round was read: the bound comes down, where a row has not changed hands."""
-        same = self._owners[: len(owners)] == owners
-        self._most_rows[: len(owners)] -= np.where(same, self._gamma - accepted, 0)
+        def learn(accepted: Ints) -> None:
+            """The bound comes down to what there is, unless the rows have changed hands."""
+            if takes == self._takes:
+                self._most_rows[:batch] -= limits - accepted
 
-    def _make_room(self, batch: int) -> None:
-        """A round commits γ+1 tokens at most; how many it was is not waited for."""
-        self._most_rows[:batch] += self._gamma + 1
-        most = int(self._most_rows[:batch].max())
+        return TorchRound(
+            self._buffers.arrival(), hosts, self._has_confidence, (begin, between, end), learn
+        )
+
+    def _tell(self, batch: int, inputs: RoundInputs) -> None:
+        """Write what the host decided; it reads nothing."""
+        buffers = self._buffers
+        buffers.settle("round.requests")
+        buffers.host["round.requests"][0] = batch
+        buffers.host["round.budget"][0] = inputs.budget
+        buffers.host["round.limits"][:batch] = inputs.limits
+        buffers.host["round.corrections"][:batch] = inputs.corrections
+        buffers.upload("round.requests", "round.corrections", batch)
+        for name, uniforms in (
+            ("draft.uniforms", inputs.draft_uniforms), ("verify.uniforms", inputs.verify_uniforms),
+        ):  # fmt: skip
+            buffers.settle(name)
+            buffers.host[name][:batch] = uniforms
+            buffers.upload(name, name, batch)
+
+    def _make_room(self, batch: int, limits: Ints) -> None:
+        """A round commits a token more than its limit at most; how many it was is not waited for."""
+        most = int((self._most_rows[:batch] + 1 + limits).max())
         self._target_caches.reserve(most)
         self._parts.draft_caches.reserve(most)
 
     # On the device -------------------------------------------------------------------------------
 
     def _is_active(self, batch: int) -> Tensor:
-        return torch.arange(batch, device=self._parts.device) < self._count
+        """Requests of the round; the others only fill its batch up."""
+        return torch.arange(batch, device=self._parts.device) < self._buffers["round.requests"]
 
     def _draft(self, key: GraphKey) -> None:
         batch, buffers = key.batch, self._buffers
@@ -235,8 +255,8 @@ class DeviceRounds:
     def _after_draft(self, key: GraphKey) -> None:
         (batch, rows), buffers = key, self._buffers
         active = self._is_active(batch)
-        limits = self._limits[:batch].masked_fill(~active, 0)
-        lengths = budgeted_lengths(self._survival(batch), limits, rows - batch)
+        limits = buffers["round.limits"][:batch].masked_fill(~active, 0)
+        lengths = budgeted_lengths(self._survival(batch), limits, buffers["round.budget"])
         drafts = buffers["draft.tokens"][:batch]
         context_len = self._target_len[:batch].masked_fill(
             ~active, self._target_caches.scratch_start
@@ -254,21 +274,28 @@ class DeviceRounds:
         buffers["verify.offsets"][: batch + 1] = ragged.offsets
         buffers["verify.draft_tokens"][:batch] = drafts
         self._steps.verify(key)
-        self._commit(batch, active, ragged.offsets)
+        self._commit(batch, active, lengths, ragged.offsets)
 
     def _survival(self, batch: int) -> Tensor:
-        """P(first k drafts all accepted) `[B, K]`; by place alone where the drafter has no confidence head."""
-        if "draft.confidence_logits" not in self._parts.plan.placements:
+        """P(first k drafts all accepted) `[B, K]`, in float64 as on the host; by place alone where the drafter
+        has no confidence head. A NaN buys nothing.
+        """
+        if not self._has_confidence:
             order = torch.arange(1, self._gamma + 1, device=self._parts.device)
-            return 1.0 / order.float().expand(batch, -1)
-        scores = self._buffers["draft.confidence_logits"][:batch]
-        survival: Tensor = (scores * self._slope + self._offset).sigmoid().cumprod(1)
+            return 1.0 / order.double().expand(batch, -1)
+        scores = self._buffers["draft.confidence_logits"][:batch].double()
+        logits = scores * self._slope + self._offset
+        logits = logits + self._buffers["round.corrections"][:batch]
+        confidence = 0.5 + 0.5 * torch.tanh(0.5 * logits)
+        survival: Tensor = confidence.nan_to_num(0.0).cumprod(1)
         return survival
 
-    def _commit(self, batch: int, active: Tensor, offsets: Tensor) -> None:
+    def _commit(self, batch: int, active: Tensor, lengths: Tensor, offsets: Tensor) -> None:
         buffers = self._buffers
         accepted, tokens = buffers["verify.accepted"][:batch], buffers["verify.tokens"][:batch]
-        self._result[:batch] = torch.cat((accepted[:, None], tokens), 1)
+        self._result[:batch] = torch.cat((accepted[:, None], lengths[:, None], tokens), 1)
+        if self._has_confidence:
+            self._scores[:batch] = buffers["draft.confidence_logits"][:batch]
         advance = (accepted + 1).masked_fill(~active, 0)  # 0: refused, nothing is committed
         last = (advance - 1).clamp(min=0)
         self._draft_len[:batch] += self._new_len[:batch].masked_fill(~active, 0)
@@ -282,18 +309,54 @@ class DeviceRounds:
         new_taps.copy_(torch.where(active[:, None, None], taps, new_taps))
 
 
-class RoundOnTheWay:
+_Instant = torch.cuda.Event | float
+
+
+def _now(device: torch.device) -> _Instant:
+    """This moment on the device's own clock, which nobody waits for."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: _Instant, end: _Instant) -> float:
+    """Between two moments that are over."""
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    return begin.elapsed_time(end) / 1000
+
+
+class TorchRound:
     """A launched round. Its results last until the next but one is launched."""
 
-    def __init__(self, arrival: Arrival, host: Tensor, learn: Callable[[Ints], None]) -> None:
-        self._arrival, self._host, self._learn = arrival, host, learn
+    def __init__(
+        self,
+        arrival: Arrival,
+        hosts: tuple[Tensor, ...],
+        has_confidence: bool,
+        instants: tuple[_Instant, _Instant, _Instant],
+        learn: Callable[[Ints], None],
+    ) -> None:
+        self._arrival, self._hosts, self._has_confidence = arrival, hosts, has_confidence
+        self._instants, self._learn = instants, learn
         self._committed: Committed | None = None
 
     def read(self) -> Committed:
-        """Wait for the committed tokens; copies, the caller's to keep."""
+        """Wait for the committed tokens."""
         if self._committed is None:
             self._arrival.wait()
-            result = self._host.numpy().copy()
-            self._committed = Committed(result[:, 0], result[:, 1:])
+            result, scores = (each.numpy().copy() for each in self._hosts)
+            begin, between, end = self._instants
+            self._committed = Committed(
+                accepted=result[:, 0],
+                tokens=result[:, 2:],
+                lengths=result[:, 1],
+                confidence_logits=scores if self._has_confidence else None,
+                draft_seconds=_seconds(begin, between),
+                step_seconds=_seconds(between, end),
+            )
             self._learn(self._committed.accepted)
         return self._committed

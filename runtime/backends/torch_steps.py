@@ -105,6 +105,17 @@ def wanted_buffers(contracts: dict[str, GraphBindings]) -> list[Wanted]:
     return [each for each in wanted if each is not None]
 
 
+def round_buffers(gamma: int) -> list[Wanted]:
+    """What the host tells a launched round, in one copy."""
+    uploaded = (
+        Binding("requests", "int64", (1,)),
+        Binding("budget", "int64", (1,)),
+        Binding("limits", "int64", ("batch",)),
+        Binding("corrections", "float64", ("batch", gamma)),
+    )
+    return [Wanted(f"round.{b.name}", b, Traffic.UPLOADED) for b in uploaded]
+
+
 def _width(binding: Binding) -> int:
     return int(np.prod([d for d in binding.shape if isinstance(d, int)]))
 

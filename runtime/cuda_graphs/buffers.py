@@ -15,7 +15,8 @@ from dspark_trt.bindings import Binding
 ALIGNMENT = 256  # of every buffer: whole vectors can be loaded
 
 ITEM_BYTES = {
-    "bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8,
+    "bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
+    "int64": 8,
 }  # fmt: skip
 
 

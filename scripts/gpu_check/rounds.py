@@ -4,12 +4,19 @@
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from dspark_trt.runtime.backends.interface import TargetModel
-from dspark_trt.runtime.backends.torch_rounds import Committed, DeviceRounds
+from dspark_trt.runtime.backends.interface import (
+    Committed,
+    DecodingRows,
+    RoundInputs,
+    TargetModel,
+)
+from dspark_trt.runtime.backends.torch_rounds import TorchRounds
 from dspark_trt.runtime.ragged import ragged_rows
 from gpu_check.models import Models, Pair, open_models, toy_pair
 from gpu_check.part import CheckError, Clock, Report, synchronise
@@ -24,7 +31,7 @@ def rounds(device: torch.device, options: argparse.Namespace, clock: Clock) -> R
     device_rounds, outputs = begin(pair, models, prompts)
     gamma, way = pair.draft.gamma, None
     for i in range(tokens):
-        launched = device_rounds.launch(requests, (i % 3) * gamma)
+        launched = device_rounds.launch(inputs(requests, gamma, (i % 3) * gamma))
         if way is not None:
             take(way.read(), outputs)  # one round late, while the next one runs
         way = launched
@@ -39,10 +46,12 @@ def rounds(device: torch.device, options: argparse.Namespace, clock: Clock) -> R
     if any(refusals):
         raise CheckError(f"graphs were refused: {refusals}")
     launch_us, round_us = [], []
+    every_draft = inputs(requests, gamma, requests * gamma)
     for _ in clock.rounds(3 if options.small else 200):
         synchronise(device)
         start = time.perf_counter()
-        launched = device_rounds.launch(requests, requests * gamma)
+        with never_waiting(device):
+            launched = device_rounds.launch(every_draft)
         launch_us.append(1e6 * (time.perf_counter() - start))
         launched.read()
         round_us.append(1e6 * (time.perf_counter() - start))
@@ -56,16 +65,52 @@ def rounds(device: torch.device, options: argparse.Namespace, clock: Clock) -> R
 
 def begin(
     pair: Pair, models: Models, prompts: list[tuple[int, ...]]
-) -> tuple[DeviceRounds, list[list[int]]]:
+) -> tuple[TorchRounds, list[list[int]]]:
     requests = len(prompts)
     rows = ragged_rows(prompts, np.zeros(requests, np.int64), np.zeros(requests, np.bool_))
     output = models.target.step(rows)
     first = np.asarray(output.logits).argmax(1).tolist()
-    made = DeviceRounds(models.parts, models.parts.module_steps(pair.drafter, pair.served))
-    for r, prompt in enumerate(prompts):
+    gamma, lengths = pair.draft.gamma, np.array(list(map(len, prompts)), np.int64)
+    zeros = np.zeros(requests, np.int64)
+    for r in range(requests):
         models.draft.append(r, output.taps[rows.offsets[r] : rows.offsets[r + 1]], 0)
-        made.begin(r, anchor=first[r], target_len=len(prompt), draft_len=len(prompt))
+    made = TorchRounds(models.parts, models.parts.module_steps(pair.drafter, pair.served))
+    made.take(
+        DecodingRows(
+            anchor_ids=np.array(first, np.int64),
+            new_taps=np.zeros((requests, gamma + 1, pair.draft.tap_size), np.float32),
+            new_len=zeros,
+            draft_len=lengths,
+            target_len=lengths,
+            temperature=np.zeros(requests, np.float32),
+            top_k=zeros,
+            top_p=np.ones(requests, np.float32),
+            min_p=np.zeros(requests, np.float32),
+        )
+    )
     return made, [[token] for token in first]
+
+
+def inputs(requests: int, gamma: int, budget: int) -> RoundInputs:
+    return RoundInputs(
+        budget=budget,
+        limits=np.full(requests, gamma),
+        corrections=np.zeros((requests, gamma)),
+        draft_uniforms=np.zeros((requests, gamma), np.float32),
+        verify_uniforms=np.zeros((requests, gamma + 1), np.float32),
+    )
+
+
+@contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """Any wait for the device in here is an error."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def take(committed: Committed, outputs: list[list[int]]) -> None:

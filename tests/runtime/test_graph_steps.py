@@ -30,12 +30,12 @@ from dspark_trt.models.loading import (
 from dspark_trt.models.operators import cached_attention
 from dspark_trt.models.target import Target
 from dspark_trt.plugins.specification import sample_draft
+from dspark_trt.runtime.backends.interface import Committed, DecodingRows, RoundInputs
 from dspark_trt.runtime.backends.torch_backend import DeviceParts
 from dspark_trt.runtime.backends.torch_graphs import Replay, StepGraphs
 from dspark_trt.runtime.backends.torch_models import DeviceTargetModel
 from dspark_trt.runtime.backends.torch_rounds import (
-    Committed,
-    DeviceRounds,
+    TorchRounds,
     budgeted_lengths,
     ragged_on_device,
 )
@@ -44,6 +44,7 @@ from dspark_trt.runtime.cuda_graphs.buckets import GraphKey
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.ragged import ragged_rows
 from dspark_trt.runtime.request import Request, SamplingParams
+from dspark_trt.runtime.survival import best_lengths, candidates
 from tests.conftest import DRAFTERS, TINY_TARGET
 
 GAMMA, VOCAB = 7, 2048
@@ -128,12 +129,12 @@ def test_the_self_test_at_start_captures_the_smallest_and_the_largest_bucket() -
         model.reserve(120)  # growing would capture again
     rounds, outputs = greedy_rounds(parts, steps)
     for _ in range(8):
-        take(rounds.launch(4, 28).read(), outputs)
+        take(rounds.launch(inputs(4, 28)).read(), outputs)
     assert rounds.round_graphs.captured == 1
     assert rounds.round_graphs.replayed == 7
     plain, expected = greedy_rounds(*device_parts("float32", 4))
     for _ in range(8):
-        take(plain.launch(4, 28).read(), expected)
+        take(plain.launch(inputs(4, 28)).read(), expected)
     assert outputs == expected
 
 
@@ -185,7 +186,7 @@ def test_steps_read_no_value_on_the_host() -> None:
             pad = torch.zeros(2, 8, dtype=torch.int64)
             many = [torch.zeros(2, 2, 64, 64) for _ in range(12)]
             logits, _, *_ = target(flat, flat, pad, flat, flat, ints, *many)
-        lengths = budgeted_lengths(scores.sigmoid().cumprod(1), ints, 5)
+        lengths = budgeted_lengths(scores.sigmoid().cumprod(1), ints, ints[:1])
         ragged = ragged_on_device(ints, tokens, lengths, ints, rows=8)
         assert logits.shape == (8, VOCAB)
         assert ragged.pad_index.shape == (2, 8)
@@ -212,18 +213,17 @@ def modules(dtype: torch.dtype) -> tuple[Drafter, Target]:
 @settings(max_examples=60, deadline=None)
 def test_the_likeliest_drafts_share_the_budget(batch: int, seed: int, budget: int) -> None:
     random = np.random.default_rng(seed)
-    survival = random.random((batch, GAMMA)).astype(np.float32).cumprod(1)
+    confidence = random.random((batch, GAMMA))
     if seed % 3 == 0:
-        survival = np.round(survival, 1)  # ties
+        confidence = np.round(confidence, 1)  # ties
+    survival = confidence.cumprod(1)
     limits = random.integers(0, GAMMA + 1, batch)
-    lengths = budgeted_lengths(torch.from_numpy(survival), torch.from_numpy(limits), budget)
-    found = lengths.numpy()
-    assert (found <= limits).all()
-    assert found.sum() == min(budget, limits.sum())
-    inside = [survival[r, k] for r in range(batch) for k in range(found[r])]
-    outside = [survival[r, k] for r in range(batch) for k in range(found[r], limits[r])]
-    if inside and outside:
-        assert min(inside) >= max(outside)
+    lengths = budgeted_lengths(
+        torch.from_numpy(survival), torch.from_numpy(limits), torch.tensor([budget])
+    )
+    offered = candidates(confidence, limits=limits)
+    expected = best_lengths(offered, min(budget, offered.available))
+    np.testing.assert_array_equal(lengths.numpy(), expected)
 
 
 @given(st.integers(1, 6), st.integers(0, 2**31), st.integers(0, 9))
@@ -273,21 +273,55 @@ def prefilled(parts: DeviceParts, steps: ModuleSteps) -> NDArray[np.float32]:
     return np.array(output.logits)
 
 
+def decoding_rows(
+    anchors: list[int], lengths: list[int], temperature: float = 0.0
+) -> DecodingRows:
+    """Requests whose context is cached whole."""
+    count = len(anchors)
+    zeros, cached = np.zeros(count, np.int64), np.array(lengths, np.int64)
+    return DecodingRows(
+        anchor_ids=np.array(anchors, np.int64),
+        new_taps=np.zeros((count, GAMMA + 1, 384), np.float32),
+        new_len=zeros,
+        draft_len=cached,
+        target_len=cached,
+        temperature=np.full(count, temperature, np.float32),
+        top_k=zeros,
+        top_p=np.ones(count, np.float32),
+        min_p=np.zeros(count, np.float32),
+    )
+
+
+def inputs(
+    batch: int,
+    budget: int,
+    draft_uniforms: NDArray[np.float32] | None = None,
+    verify_uniforms: NDArray[np.float32] | None = None,
+) -> RoundInputs:
+    return RoundInputs(
+        budget=budget,
+        limits=np.full(batch, GAMMA),
+        corrections=np.zeros((batch, GAMMA)),
+        draft_uniforms=np.zeros((batch, GAMMA), np.float32)
+        if draft_uniforms is None
+        else draft_uniforms,
+        verify_uniforms=np.zeros((batch, GAMMA + 1), np.float32)
+        if verify_uniforms is None
+        else verify_uniforms,
+    )
+
+
 def begun(
     parts: DeviceParts, steps: ModuleSteps, first: list[int], temperature: float = 0.0
-) -> DeviceRounds:
-    rounds = DeviceRounds(parts, steps)
-    for r, prompt in enumerate(PROMPTS):
-        length = len(prompt)
-        rounds.begin(
-            r, anchor=first[r], target_len=length, draft_len=length, temperature=temperature
-        )
+) -> TorchRounds:
+    rounds = TorchRounds(parts, steps)
+    rounds.take(decoding_rows(first, list(map(len, PROMPTS)), temperature))
     return rounds
 
 
 def greedy_rounds(
     parts: DeviceParts, steps: ModuleSteps
-) -> tuple[DeviceRounds, list[list[int]]]:
+) -> tuple[TorchRounds, list[list[int]]]:
     """Rounds of prefilled requests, and the first token of each."""
     first = prefilled(parts, steps).argmax(1).tolist()
     return begun(parts, steps, first), [[token] for token in first]
@@ -301,7 +335,7 @@ def test_device_rounds_commit_what_the_engine_commits(tiny_bundle: Bundle, late:
     under_way = []
     for i in range(36):
         batch = [4, 4, 3, 1][i % 4]
-        under_way.append(rounds.launch(batch, [28, 3, 0, 7, 12][i % 5]))
+        under_way.append(rounds.launch(inputs(batch, [28, 3, 0, 7, 12][i % 5])))
         for each in under_way[: len(under_way) - late]:
             take(each.read(), outputs)
         under_way = under_way[len(under_way) - late :]
@@ -317,14 +351,13 @@ def test_device_rounds_commit_what_the_engine_commits(tiny_bundle: Bundle, late:
     assert rounds._most_rows.tolist() == rounds._target_len.tolist()  # room for what there is
 
 
-def test_a_row_that_changes_hands_keeps_the_room_of_its_new_request() -> None:
+def test_rows_that_change_hands_keep_the_room_of_their_new_requests() -> None:
     parts, steps = device_parts("float32", len(PROMPTS))
     rounds, _ = greedy_rounds(parts, steps)
-    way = rounds.launch(4, 28)
-    rounds.begin(2, anchor=5, target_len=40, draft_len=40)
+    way = rounds.launch(inputs(4, 28))
+    rounds.take(decoding_rows([5, 5, 5], [40, 41, 42]))
     committed = way.read()
-    assert rounds._most_rows[2] == 40
-    assert rounds._most_rows[1] == len(PROMPTS[1]) + committed.accepted[1] + 1
+    assert rounds._most_rows[:3].tolist() == [40, 41, 42]
     assert way.read() is committed
 
 
@@ -348,7 +381,7 @@ def test_sampled_device_rounds_draw_what_the_engine_draws(tiny_bundle: Bundle) -
     )
     for _ in range(7):
         draft, verify = uniforms()
-        way = rounds.launch(count, count * GAMMA, draft_uniforms=draft, verify_uniforms=verify)
+        way = rounds.launch(inputs(count, count * GAMMA, draft, verify))
         take(way.read(), outputs)
     engine = Engine.load(
         tiny_bundle, options=EngineOptions(max_batch=count), scheduler=f"fixed:{GAMMA}"
@@ -375,7 +408,7 @@ def test_bfloat16_rounds_commit_what_single_rows_decide() -> None:
     parts, steps = device_parts("bfloat16", len(PROMPTS))
     rounds, outputs = greedy_rounds(parts, steps)
     for _ in range(6):
-        take(rounds.launch(4, 28).read(), outputs)
+        take(rounds.launch(inputs(4, 28)).read(), outputs)
     alone = device_parts("bfloat16", 1)
     target = alone[0].target_model(alone[1])
     assert [list(decoded(target, p, 8)) for p in PROMPTS] == [o[:8] for o in outputs]
@@ -394,14 +427,14 @@ def test_calibration_is_written_in_place() -> None:
     """Slope and offset change who is verified without a new capture: buffers keep their addresses."""
     parts, steps = device_parts("float32", len(PROMPTS))
     rounds, _ = greedy_rounds(parts, steps)
-    rounds.launch(4, 6).read()
+    rounds.launch(inputs(4, 6)).read()
     before = parts.buffers["verify.offsets"].clone()
     place = rounds._slope.data_ptr()
-    backwards = -np.ones(GAMMA, np.float32)  # the least confident request first
-    rounds.calibrate(backwards, np.zeros(GAMMA, np.float32))
+    backwards = -np.ones(GAMMA)  # the least confident request first
+    rounds.calibrate(backwards, np.zeros(GAMMA))
     again, _ = greedy_rounds(parts, steps)
-    again.calibrate(backwards, np.zeros(GAMMA, np.float32))
-    again.launch(4, 6).read()
+    again.calibrate(backwards, np.zeros(GAMMA))
+    again.launch(inputs(4, 6)).read()
     assert rounds._slope.data_ptr() == place
     assert not torch.equal(parts.buffers["verify.offsets"], before)
 
@@ -409,4 +442,4 @@ def test_calibration_is_written_in_place() -> None:
 def test_a_negative_budget_is_refused() -> None:
     parts, steps = device_parts("float32", 1)
     with pytest.raises(RequestError, match="must be at least 0, got -1"):
-        DeviceRounds(parts, steps).launch(1, -1)
+        TorchRounds(parts, steps).launch(inputs(1, -1))
