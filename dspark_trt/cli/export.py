@@ -86,6 +86,10 @@ def command(
         revision=draft_revision,
     )
     drafter = read_draft(draft, overrides=overrides)
+    if target is not None:
+        from dspark_trt.export.graph_as_target import refuse_graph_as_target
+
+        refuse_graph_as_target(target, drafter)
     host = None if target is None else read_target(target, revision=target_revision)
     warnings = _show_warnings(drafter, host)
     from dspark_trt.export.bundle_from_checkpoints import (

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.config import DraftConfig
 from dspark_trt.errors import BackendError
 from dspark_trt.runtime.backends.interface import CacheRows, TargetOutput
 from dspark_trt.runtime.ragged import RaggedRows
@@ -46,6 +47,11 @@ class HostTargetModel:
     def __init__(self, host: HostTarget, *, max_batch: int) -> None:
         self._host = host
         self._sequence_of = list(range(max_batch))  # by row
+        self._draft: DraftConfig | None = None
+
+    def serve(self, draft: DraftConfig) -> None:
+        """What the taps must be: from now on `step` compares them. The engine calls this."""
+        self._draft = draft
 
     def reserve(self, context_tokens: int) -> None:
         """The host makes its own room."""
@@ -72,11 +78,24 @@ class HostTargetModel:
                 output = self._host.forward(sequence, rows.token_ids[own], context_len)
             except Exception as error:
                 raise BackendError(f"the host's target failed: {error}") from error
+            self._check_taps(output, rows.token_ids[own].shape)
             logits.append(output.logits[wanted[own]])
             taps.append(output.taps)
         return TargetOutput(
             np.ascontiguousarray(np.concatenate(logits), np.float32),
             np.ascontiguousarray(np.concatenate(taps), np.float32),
+        )
+
+    def _check_taps(self, output: HostOutput, shape: tuple[int, ...]) -> None:
+        draft = self._draft
+        taps = np.shape(output.taps)
+        if draft is None or taps == (*shape, draft.tap_size):
+            return
+        ids = list(draft.target_layer_ids)
+        raise BackendError(
+            f"the host's target returned logits {np.shape(output.logits)} and taps {taps or 'None'}, expected "
+            f"taps {(*shape, draft.tap_size)}: the outputs of layers {ids}, {draft.target_hidden_size} wide each, "
+            "side by side. Return them from HostTarget.forward (with transformers, layer i is hidden_states[i + 1])"
         )
 
     def read_rows(self, row: int, count: int) -> CacheRows:

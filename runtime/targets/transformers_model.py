@@ -31,10 +31,15 @@ class TransformersTarget:
         self._ids = target_layer_ids
         decoder = model.get_decoder()
         layers = getattr(decoder, "layers", None)
-        if layers is None or max(target_layer_ids) >= len(layers):
-            found = "no decoder layers" if layers is None else f"{len(layers)} decoder layers"
+        if layers is None:
             raise CheckpointError(
-                f"{type(model).__name__} has {found}; the drafter taps {list(target_layer_ids)}"
+                f"{type(model).__name__} has no decoder layers under .layers, so the outputs of layers "
+                f"{list(target_layer_ids)}, which the drafter taps, cannot be taken: implement HostTarget"
+            )
+        if missing := [i for i in target_layer_ids if i >= len(layers)]:
+            raise CheckpointError(
+                f"{type(model).__name__} has {len(layers)} decoder layers; the drafter taps "
+                f"{list(target_layer_ids)}, of which it lacks {missing}: load the target it was trained for"
             )
         self._hooks = [
             (model.get_input_embeddings() if i < 0 else layers[i]).register_forward_hook(

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.errors import EngineClosedError, RequestError
+from dspark_trt.errors import CheckpointError, EngineClosedError, RequestError
 from dspark_trt.runtime.async_engine import AsyncEngine
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
-from dspark_trt.runtime.targets.host import HostTargetModel
+from dspark_trt.runtime.targets.host import HostOutput, HostTargetModel
 from tests.conftest import TINY_TARGET
 from tests.runtime.golden import golden_json
 from tests.runtime.test_engine_requests import CountingTarget
@@ -305,6 +305,50 @@ def test_a_transformers_target_gives_the_same_tokens(tiny_bundle: Bundle) -> Non
         assert ours.token_ids == theirs.token_ids
         assert ours.stats.accepted_lengths == theirs.stats.accepted_lengths
     host.close()
+
+
+@pytest.mark.parametrize("width", [0, 1, 2])
+def test_a_host_without_the_taps_is_told_which(tiny_bundle: Bundle, width: int) -> None:
+    """Of three tapped layers it returns fewer, or none at all."""
+    vocab, hidden = tiny_bundle.draft.decoder.vocab_size, tiny_bundle.draft.target_hidden_size
+
+    class Host:
+        def forward(self, sequence: int, token_ids: Any, start: int) -> HostOutput:
+            count = len(token_ids)
+            taps: Any = np.zeros((count, width * hidden), np.float32) if width else None
+            return HostOutput(np.zeros((count, vocab), np.float32), taps)
+
+        def release(self, sequence: int) -> None:
+            pass
+
+    engine = Engine.load(tiny_bundle, target=HostTargetModel(Host(), max_batch=8))
+    done = engine.generate([Request(prompt_ids=(5, 6), params=SamplingParams())])[0]
+    assert done.finish_reason is FinishReason.ERROR
+    found = f"taps {(2, width * hidden)}" if width else "taps None"
+    expected = f"logits (2, {vocab}) and {found}, expected taps (2, {3 * hidden})"
+    assert expected in (done.error or "")
+    assert "the outputs of layers [1, 3, 4]" in (done.error or "")
+
+
+def test_a_transformers_target_too_shallow_is_refused(tiny_bundle: Bundle) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from dspark_trt.runtime.targets.transformers_model import TransformersTarget
+
+    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, layers: int | None) -> None:
+            super().__init__()
+            if layers is not None:
+                self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(layers))
+
+        def get_decoder(self) -> "Model":
+            return self
+
+    ids = tiny_bundle.draft.target_layer_ids
+    with pytest.raises(CheckpointError, match=r"4 decoder layers; .* of which it lacks \[4\]"):
+        TransformersTarget(Model(4), ids)
+    with pytest.raises(CheckpointError, match=r"no decoder layers .* implement HostTarget"):
+        TransformersTarget(Model(None), ids)
 
 
 def test_the_host_owned_example_runs(tiny_bundle: Bundle) -> None:
