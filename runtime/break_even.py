@@ -22,7 +22,7 @@ class Spent(NamedTuple):
     """Plain rounds by request; of the shape of the lengths."""
 
     together: Floats  # the draft step is shared by those that drafted, the longer step by verified tokens
-    alone: Floats  # what a request would save that stops while the others go on: the last row of the draft step
+    alone: Floats  # what a request would save that stops while the others go on: a row of the draft step
 
 
 def plain_rounds_spent(
@@ -36,44 +36,35 @@ def plain_rounds_spent(
     verified = np.asarray(lengths, dtype=np.int64)
     took_part = np.asarray(drafted, dtype=np.float64)
     requests = verified.shape[-1]
-    tokens = verified.sum(axis=-1, keepdims=True)
+    tokens = np.add.reduce(verified, axis=-1, keepdims=True)
+    most = int(tokens.max())
     step = table.seconds(
-        requests, requests + int(tokens.max()), requests=requests, context_tokens=context_tokens
+        requests, requests + most, requests=requests, context_tokens=context_tokens
     )
     seconds = step[tokens]
-    if table.pays_longest:
-        seconds = np.maximum(seconds, _padded(table, verified, context_tokens))
-    last = (
-        (took_part * np.arange(1, requests + 1)).max(axis=-1).astype(np.int64)
-    )  # rows it runs
-    draft, fewer = (
-        np.reshape([table.draft_cost(int(n), context_tokens) for n in rows.flat], last.shape)
-        for rows in (last, (last - 1).clip(0))
-    )
-    drafting = np.maximum(took_part.sum(axis=-1), 1.0)
+    if table.pays_longest and requests > 1:
+        longest = np.maximum.reduce(verified, axis=-1, keepdims=True)
+        uneven = [
+            table.seconds(
+                requests,
+                requests + most,
+                requests=requests,
+                context_tokens=context_tokens,
+                longest=length,
+            )
+            for length in range(int(longest.max()) + 1)
+        ]
+        seconds = np.maximum(seconds, np.array(uneven)[longest, tokens])
+    drafting = np.add.reduce(took_part, axis=-1, keepdims=True)
+    rows = np.array([table.draft_cost(n, context_tokens) for n in range(requests + 1)])
+    count = drafting.astype(np.int64)
+    draft, fewer = rows[count], rows[np.maximum(count - 1, 0)]
     step_share = verified * (seconds - step[0]) / np.maximum(tokens, 1)
     together, alone = (
-        (took_part * share[..., None] + step_share) * (requests / step[0])
-        for share in (draft / drafting, draft - fewer)
+        (took_part * share + step_share) * (requests / step[0])
+        for share in (draft / np.maximum(drafting, 1.0), draft - fewer)
     )
     return Spent(together, alone)
-
-
-def _padded(table: CostModel, verified: NDArray[np.int64], context: float | None) -> Floats:
-    """Step seconds of uneven lengths, [.., 1]."""
-    requests = verified.shape[-1]
-    rounds = verified.reshape(-1, requests)
-    seconds = [
-        table.seconds(
-            requests + sum(lengths),
-            requests + sum(lengths),
-            requests=requests,
-            context_tokens=context,
-            longest=max(lengths),
-        )[0]
-        for lengths in rounds.tolist()
-    ]
-    return np.reshape(seconds, (*verified.shape[:-1], 1))
 
 
 def fixed_length_speed(

@@ -30,7 +30,7 @@ from dspark_trt.runtime.estimator import UNFITTED, Estimator, probability_featur
 from dspark_trt.runtime.online_calibration import (
     RequestOffsets,
     corrected_confidence,
-    updated,
+    outcomes,
 )
 from dspark_trt.runtime.traces import Traces
 
@@ -134,14 +134,8 @@ def replay_online(calibration: Calibration, traces: Traces) -> Floats:
         rows = np.flatnonzero(turn == round_index)
         said = corrected_confidence(calibration, traces.conf_logits[rows], offsets, slot[rows])
         confidence[rows] = said
-        offsets = updated(
-            offsets,
-            slot[rows],
-            said,
-            traces.lengths[rows],
-            accepted[rows],
-            calibration.request_variance,
-        )
+        shown = outcomes(said, traces.lengths[rows], accepted[rows])
+        offsets = offsets.updated(slot[rows], shown, calibration.request_variance)
     return confidence
 
 

@@ -5,7 +5,7 @@ Offsets b ~ N(0, variance) are random effects on top of the fitted calibration; 
 after several together, they take one Newton step on the outcomes seen. They are applied to *later*
 rounds, so whether a token is verified never depends on the round that proposes it (paper, section 3.2.2).
 
-Legend: R requests of a round, M outcomes (requests × rounds), K = γ drafted tokens, S slots.
+Legend: R requests of a round, M = requests × rounds, K = γ drafted tokens, S slots.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,25 @@ Floats = NDArray[np.float64]
 
 # A head is trained and calibrated for sampling; greedy decoding accepts other drafts, by about a logit.
 COMMON_VARIANCE = 0.25
+
+
+class Outcomes(NamedTuple):
+    """What rounds showed about what was said of them; 0 where nothing was seen. M = requests × rounds."""
+
+    predicted: Floats  # [M, K] the confidence
+    surprise: Floats  # [M, K] accepted (0 or 1) minus predicted
+    information: Floats  # [M, K] variance c(1 − c) of the prediction
+    seen: NDArray[np.bool_]  # [M, K] accepted positions and the first rejected one, if verified
+
+
+def outcomes(confidence: Floats, verified: ArrayLike, accepted: ArrayLike) -> Outcomes:
+    """From confidences [M, K] as they were used, ℓ [M] and accepted drafts [M] ≤ ℓ."""
+    kept = np.asarray(accepted)
+    position = np.arange(confidence.shape[1])
+    seen = position < np.minimum(verified, kept + 1)[:, None]
+    predicted = np.where(seen, confidence, 0.0)
+    surprise: Floats = (position < kept[:, None]) - predicted
+    return Outcomes(predicted, surprise, predicted * (1.0 - predicted), seen)
 
 
 class RequestOffsets(NamedTuple):
@@ -38,6 +57,22 @@ class RequestOffsets(NamedTuple):
         offset[np.asarray(slots)] = evidence[np.asarray(slots)] = 0.0
         return RequestOffsets(offset, evidence)
 
+    def updated(
+        self,
+        slots: ArrayLike,  # [M]; a slot stands once for each of its rounds
+        shown: Outcomes,  # of what corrected_confidence said
+        variance: float,
+    ) -> "RequestOffsets":
+        """The offsets after a round, or after several at once; variance 0 returns them unchanged."""
+        if variance == 0:
+            return self
+        rows, size = np.asarray(slots), self.offset.size
+        information = np.add.reduce(shown.information, axis=1)
+        surprise = np.add.reduce(shown.surprise, axis=1)
+        evidence = self.evidence + np.bincount(rows, information, size)
+        step = np.bincount(rows, surprise, size) / (1.0 / variance + evidence)
+        return RequestOffsets(self.offset + step, evidence)
+
 
 class CommonOffsets(NamedTuple):
     """What earlier rounds of all requests say about each position, sampled and greedy requests apart."""
@@ -53,16 +88,13 @@ class CommonOffsets(NamedTuple):
     def updated(
         self,
         greedy: NDArray[np.bool_],  # [M]
-        confidence: Floats,  # [M, K]
-        verified: ArrayLike,  # [M]
-        accepted: ArrayLike,  # [M]
+        shown: Outcomes,
         rounds: int = 1,
     ) -> "CommonOffsets":
         """The offsets after ``rounds`` rounds."""
-        surprise, information = _outcomes(confidence, verified, accepted)
-        kind = np.stack([~greedy, greedy]).astype(np.float64)  # [2, M]
-        evidence = self.memory**rounds * self.evidence + kind @ information
-        step = (kind @ surprise) / (1.0 / COMMON_VARIANCE + evidence)
+        kind = np.array([~greedy, greedy], np.float64)  # [2, M]
+        evidence = self.memory**rounds * self.evidence + kind @ shown.information
+        step = (kind @ shown.surprise) / (1.0 / COMMON_VARIANCE + evidence)
         return CommonOffsets(self.offset + step, evidence, self.memory)
 
 
@@ -74,25 +106,6 @@ def corrected_confidence(
 ) -> Floats:  # [R, K]
     """Calibrated conditional confidences with each request's offset from its earlier rounds."""
     return sigmoid(calibration.logits(raw) + offsets.offset[np.asarray(slots)][:, None])
-
-
-def updated(
-    offsets: RequestOffsets,
-    slots: ArrayLike,  # [M]; a slot stands once for each of its rounds
-    confidence: Floats,  # [M, K] what corrected_confidence said
-    verified: ArrayLike,  # [M] ℓ_r
-    accepted: ArrayLike,  # [M] accepted drafts ≤ ℓ_r
-    variance: float,
-) -> RequestOffsets:
-    """The offsets after a round, or after several at once; variance 0 returns them unchanged."""
-    if variance == 0:
-        return offsets
-    rows = np.asarray(slots)
-    surprise, information = _outcomes(confidence, verified, accepted)
-    size = offsets.offset.size
-    evidence = offsets.evidence + np.bincount(rows, information.sum(axis=1), size)
-    step = np.bincount(rows, surprise.sum(axis=1), size) / (1.0 / variance + evidence)
-    return RequestOffsets(offsets.offset + step, evidence)
 
 
 class Drift(NamedTuple):
@@ -107,18 +120,14 @@ class Drift(NamedTuple):
     def empty(cls, gamma: int, memory: float = 0.999) -> "Drift":
         return cls(np.zeros(gamma), np.zeros(gamma), np.zeros(gamma), memory)
 
-    def updated(
-        self, confidence: Floats, verified: ArrayLike, accepted: ArrayLike, rounds: int = 1
-    ) -> "Drift":  # [M, K], [M], [M]
-        """The sums after ``rounds`` rounds; arguments as in ``updated`` above."""
-        seen = _seen(confidence.shape[1], verified, accepted)
-        surprise, _ = _outcomes(confidence, verified, accepted)
-        predicted = np.where(seen, confidence, 0.0).sum(axis=0)
+    def updated(self, shown: Outcomes, rounds: int = 1) -> "Drift":
+        """The sums after ``rounds`` rounds."""
         kept = self.memory**rounds
+        predicted = np.add.reduce(shown.predicted, axis=0)
         return Drift(
             kept * self.predicted + predicted,
-            kept * self.observed + predicted + surprise.sum(axis=0),
-            kept * self.outcomes + seen.sum(axis=0),
+            kept * self.observed + predicted + np.add.reduce(shown.surprise, axis=0),
+            kept * self.outcomes + np.add.reduce(shown.seen, axis=0),
             self.memory,
         )
 
@@ -132,20 +141,3 @@ class Drift(NamedTuple):
         with np.errstate(invalid="ignore", divide="ignore"):
             error = 0.5 / np.sqrt(self.outcomes)
         return bool(np.any(np.abs(self.gap()) > np.maximum(tolerance, 4 * error)))
-
-
-def _seen(gamma: int, verified: ArrayLike, accepted: ArrayLike) -> NDArray[np.bool_]:
-    """[R, K] outcomes that exist: accepted positions and the first rejected one, if verified."""
-    last = np.minimum(np.asarray(verified), np.asarray(accepted) + 1)
-    return np.asarray(np.arange(gamma) < last[:, None])
-
-
-def _outcomes(
-    confidence: Floats, verified: ArrayLike, accepted: ArrayLike
-) -> tuple[Floats, Floats]:
-    """Outcome minus prediction, and its variance, [R, K]; 0 where nothing was seen."""
-    gamma = confidence.shape[1]
-    seen = _seen(gamma, verified, accepted)
-    kept = np.arange(gamma) < np.asarray(accepted)[:, None]
-    surprise = np.where(seen, kept - confidence, 0.0)
-    return surprise, np.where(seen, confidence * (1 - confidence), 0.0)

@@ -5,8 +5,9 @@ Schedulers are pure; this is where their past lives: the bypass accounts, each r
 from its earlier rounds, and the confidences of two rounds ago. Slots name requests for as long as they
 run, ids for ever.
 
-A round may take a millisecond, and learning from it a tenth of one. So rounds are learned from one by one
-while it is unknown whether drafting pays, and some together afterwards.
+A round may take a millisecond, and learning from it half of one. So rounds are learned from one by one
+while it is unknown whether drafting pays, and together afterwards: the longer the same requests have been
+watched, the less one more round says.
 
 Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ drafted tokens, V vocabulary.
 """
@@ -20,14 +21,15 @@ from numpy.typing import NDArray
 from dspark_trt.runtime.backends.interface import DraftOutput
 from dspark_trt.runtime.break_even import expected_gain, plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
-from dspark_trt.runtime.calibration import Calibration, sigmoid
+from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.estimator import Estimator, draft_probabilities
 from dspark_trt.runtime.online_calibration import (
     CommonOffsets,
     Drift,
+    Outcomes,
     RequestOffsets,
-    updated,
+    outcomes,
 )
 from dspark_trt.runtime.scheduler import (
     FIXED,
@@ -44,8 +46,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 BYPASSED = "drafting does not pay: bypassed"
-LEARNED_TOGETHER = 16  # rounds
-_FIXED_TOGETHER = 64  # only drift learns from fixed lengths, and it is read by people
+_LEAST_TOGETHER, _MOST_TOGETHER = 8, 64  # rounds
 
 
 class DraftedRequests(NamedTuple):
@@ -67,7 +68,7 @@ class PlannedRound(NamedTuple):
     logits: NDArray[np.floating] | None  # [D, K] raw, where nobody asked for more
 
 
-class _Outcome(NamedTuple):
+class _Round(NamedTuple):
     """A round to learn from."""
 
     planned: PlannedRound
@@ -75,6 +76,11 @@ class _Outcome(NamedTuple):
     lengths: Ints  # [R]
     accepted: Ints  # [R]
     context_tokens: Ints  # [R]
+
+
+def patience(watched: int) -> int:
+    """How many rounds of the same requests are learned from together, after so many of them."""
+    return min(max(_LEAST_TOGETHER, watched // 2), _MOST_TOGETHER)
 
 
 class Planner:
@@ -100,18 +106,17 @@ class Planner:
         self._offsets = RequestOffsets.empty(slots)
         self._common = CommonOffsets.empty(calibration.gamma)
         self._greedy = np.zeros(slots, np.bool_)
-        self._correction = self._new_correction()
+        self._scale = 0.5 * calibration.slope
+        self._shift = self._new_shift()
         self._history = ConfidenceHistory()
         self._drift = Drift.empty(calibration.gamma)
         self._slots = np.zeros(0, np.int64)  # whose rounds wait to be learned from
-        self._unlearned: list[_Outcome] = []
+        self._watched = 0  # rounds since these came together
+        self._unlearned: list[_Round] = []
         self._rest = self._rested = 0  # rounds without drafts: still to come, not yet accounted
         self._is_known = True  # whether drafting pays at this load
         self._stopped = np.zeros(0, np.bool_)  # [R] whose drafting does not
         self._some_stopped = False
-        self._patience = (
-            LEARNED_TOGETHER if self._bypass or not self._is_fixed else _FIXED_TOGETHER
-        )
 
     @property
     def _is_fixed(self) -> bool:
@@ -133,8 +138,11 @@ class Planner:
 
     @property
     def drift(self) -> Drift:
-        """Predicted against observed acceptance of recent rounds."""
-        return self._drifted()
+        """Predicted against observed acceptance of recent rounds, those not yet learned from included."""
+        shown = self._shown(self._unlearned) if self._unlearned else None
+        return (
+            self._drift if shown is None else self._drift.updated(shown, len(self._unlearned))
+        )
 
     @property
     def bypassed(self) -> dict[str, int] | None:
@@ -155,14 +163,14 @@ class Planner:
             self._accounts = self._bypass.joined(self._accounts, [slot])
         self._offsets = self._offsets.released([slot])
         self._greedy[slot] = greedy
-        self._correction = self._new_correction()
+        self._shift = self._new_shift()
 
     def drafting(self, slots: Ints) -> Bools:  # [R] -> [R]
         """Whose drafting may pay this round."""
         if slots.tobytes() != self._slots.tobytes():
             self._learn()
             self._account_for_rest()
-            self._slots, self._rest = slots, 0
+            self._slots, self._rest, self._watched = slots, 0, 0
             self._look_up_accounts()
         if self._bypass is None or (self._is_known and not self._some_stopped):
             return np.full(len(slots), self._drafts)
@@ -186,7 +194,7 @@ class Planner:
             lengths = np.minimum(requests.limits, self.scheduler.k)
             return PlannedRound(lengths, FIXED, None, None if scores is None else scores[rows])
         logits = self._estimated(draft, rows, requests) if scores is None else scores[rows]
-        confidence = sigmoid(self.calibration.logits(logits) + self._correction[slots])
+        confidence = self._confidence(logits, slots)
         plan = self._decide(requests, ids, confidence)
         return PlannedRound(plan.lengths, plan.reason, confidence, None)
 
@@ -206,7 +214,8 @@ class Planner:
 
     def corrections(self, slots: Ints) -> Floats:  # [R] -> [R, K]
         """What is added to the calibrated confidence logits of each request."""
-        return self._correction[slots]
+        common = self._common.offset[self._greedy[slots].astype(np.int64)]
+        return self._offsets.offset[slots][:, None] + common
 
     def planned(
         self,
@@ -219,11 +228,19 @@ class Planner:
         if self._is_fixed or scores is None:
             return PlannedRound(lengths, FIXED, None, scores)
         assert isinstance(self.scheduler, Asynchronous)
-        logits = self.calibration.logits(scores)
-        confidence = sigmoid(logits + self._correction[requests.slots])
+        confidence = self._confidence(scores, requests.slots)
         self._history = self._history.push(requests.ids, confidence)
         plan = self.scheduler.decide(confidence, budget=budget, limits=requests.limits)
         return PlannedRound(lengths, plan.reason, confidence, None)
+
+    def _confidence(self, logits: NDArray[np.floating], slots: Ints) -> Floats:  # [D, K]
+        """Calibrated and corrected, σ(x) = (1 + tanh(x / 2)) / 2, with few passes over few numbers."""
+        values = logits * self._scale
+        values += self._shift[slots]
+        np.tanh(values, out=values)
+        values *= 0.5
+        values += 0.5
+        return values
 
     def _estimated(
         self, draft: DraftOutput, rows: Ints, requests: DraftedRequests
@@ -268,30 +285,32 @@ class Planner:
         context_tokens: Ints,  # [R]
     ) -> None:
         """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
-        self._unlearned.append(_Outcome(planned, drafted, lengths, accepted, context_tokens))
-        rounds = len(self._unlearned)
+        self._unlearned.append(_Round(planned, drafted, lengths, accepted, context_tokens))
+        self._watched += 1
         is_probe = self._some_stopped and (drafted & self._stopped).any()
-        if is_probe or rounds >= self._patience or not self._is_known:
+        if is_probe or not self._is_known or len(self._unlearned) >= patience(self._watched):
             self._learn()
 
     def _learn(self) -> None:
         if not self._unlearned:
             return
-        rounds = self._unlearned
-        self._drift = self._drifted()
-        drafted = np.stack([each.drafted for each in rounds])
-        lengths = np.stack([each.lengths for each in rounds])
-        accepted = np.stack([each.accepted for each in rounds])
+        rounds, self._unlearned = self._unlearned, []
         if self._bypass is not None and self.table is not None:
+            drafted = np.array([each.drafted for each in rounds])
+            lengths = np.array([each.lengths for each in rounds])
+            accepted = np.array([each.accepted for each in rounds])
             context = self._context(rounds[-1].context_tokens)
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
             self._accounts = self._bypass.updated(
                 self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
             )
             self._look_up_accounts()
-        if all(each.planned.confidence is not None for each in rounds):
-            self._correct(rounds, drafted, lengths[drafted], accepted[drafted])
-        self._unlearned = []
+        shown = self._shown(rounds)
+        if shown is None:
+            return
+        self._drift = self._drift.updated(shown, len(rounds))
+        if not self._is_fixed:
+            self._correct(rounds, shown)
 
     def _look_up_accounts(self) -> None:
         if self._bypass is not None:
@@ -299,46 +318,34 @@ class Planner:
             self._stopped = self._accounts.stopped[self._slots] > 0
             self._some_stopped = bool(self._stopped.any())
 
-    def _correct(
-        self, rounds: list[_Outcome], drafted: Bools, lengths: Ints, accepted: Ints
-    ) -> None:
-        """Offsets of requests and positions, from outcomes [M] of ``drafted`` [n, R]."""
-        confidence = np.concatenate([self._confidence_of(each) for each in rounds])
-        slots = np.broadcast_to(self._slots, drafted.shape)[drafted]
-        variance = self.calibration.request_variance
-        self._offsets = updated(self._offsets, slots, confidence, lengths, accepted, variance)
-        self._common = self._common.updated(
-            self._greedy[slots], confidence, lengths, accepted, len(rounds)
-        )
-        self._correction = self._new_correction()
-
-    def _new_correction(self) -> Floats:  # [S, K]
-        """What is added to the calibrated logits of each slot's request."""
-        return (
-            self._offsets.offset[:, None] + self._common.offset[self._greedy.astype(np.int64)]
-        )
-
-    def _drifted(self) -> Drift:
-        """The drift with what is not yet learned."""
-        rounds = [
-            each for each in self._unlearned
-            if each.planned.confidence is not None or each.planned.logits is not None
-        ]  # fmt: skip
-        if not rounds:
-            return self._drift
-        return self._drift.updated(
+    def _shown(self, rounds: list[_Round]) -> Outcomes | None:  # [M, K]
+        """What requests that drafted showed, round by round; None if their drafter has no scores."""
+        if rounds[0].planned.confidence is None and rounds[0].planned.logits is None:
+            return None
+        return outcomes(
             np.concatenate([self._confidence_of(each) for each in rounds]),
             np.concatenate([each.lengths[each.drafted] for each in rounds]),
             np.concatenate([each.accepted[each.drafted] for each in rounds]),
-            len(rounds),
         )
 
-    def _confidence_of(self, outcome: _Outcome) -> Floats:  # [D, K]
-        planned = outcome.planned
+    def _confidence_of(self, each: _Round) -> Floats:  # [D, K]
+        planned = each.planned
         if planned.confidence is not None:
             return planned.confidence
         assert planned.logits is not None
         return self.calibration.confidence(planned.logits)
+
+    def _correct(self, rounds: list[_Round], shown: Outcomes) -> None:
+        """Offsets of requests and positions."""
+        slots = np.concatenate([self._slots[each.drafted] for each in rounds])
+        variance = self.calibration.request_variance
+        self._offsets = self._offsets.updated(slots, shown, variance)
+        self._common = self._common.updated(self._greedy[slots], shown, len(rounds))
+        self._shift = self._new_shift()
+
+    def _new_shift(self) -> Floats:  # [S, K]
+        """Half of what is added to the scaled logits of each slot's request."""
+        return 0.5 * (self.calibration.offset + self.corrections(np.arange(self._greedy.size)))
 
     def _account_for_rest(self) -> None:
         if self._bypass is not None and self._rested:

@@ -48,6 +48,7 @@ class RoundCosts(CostModel):
     pays_longest: bool
     sees_context: bool
     _curves: dict[tuple[int, int, int, int | None], Floats] = field(repr=False)
+    _draft_costs: dict[tuple[int, int], float] = field(repr=False)
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class RoundCosts(CostModel):
             "pays_longest": row_seconds is not None,
             "sees_context": contexts.size > 1,
             "_curves": {},
+            "_draft_costs": {},
         }.items():
             object.__setattr__(self, name, value)
 
@@ -120,7 +122,12 @@ class RoundCosts(CostModel):
 
     def draft_cost(self, drafting: int, context_tokens: float | None = None) -> float:
         """Linear between measured request counts."""
-        return float(self._at(self.draft_seconds, drafting, context_tokens)) * (drafting > 0)
+        key = (drafting, self._rounded(context_tokens))
+        cost = self._draft_costs.get(key)
+        if cost is None:
+            cost = float(self._at(self.draft_seconds, *key)) * (drafting > 0)
+            self._draft_costs[key] = cost
+        return cost
 
     def padded_to(self, tokens: int) -> int:
         """``tokens`` themselves: no size is padded."""

@@ -15,6 +15,7 @@ better-ranked candidates only. ``Global`` looks at all of them, and says so by r
 Legend: R requests, K = γ drafted tokens, B = R + Σℓ tokens of one target step, n = Σℓ.
 """
 
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol
 
@@ -30,10 +31,13 @@ from dspark_trt.runtime.survival import (
     best_lengths,
     candidates,
     expected_tokens,
+    ranking,
 )
 
 FIXED = "fixed length"
+STOPPED = "throughput stops improving"
 NO_TABLE = "no cost table: every draft is verified"
+EVERY_DRAFT = "every draft pays"
 MIN_GAIN = 0.01  # predicted gains below this are timing and calibration noise
 
 
@@ -168,12 +172,49 @@ class _CostAware(Scheduler):
             longest=longest,
         )
 
-    def _filled(self, offered: Candidates, admitted: int) -> int:
+    def _filled(self, admitted: int, available: int, *, requests: int) -> int:
         """Candidates that the padding to the next measured size pays for anyway come too."""
         assert self.table is not None
-        requests = len(offered.survival)
         paid = self.table.padded_to(requests + admitted) - requests
-        return min(max(admitted, paid), offered.available)
+        return min(max(admitted, paid), available)
+
+    def _most_of_one(self, confidence: Floats, limits: ArrayLike | None) -> int:
+        """Candidates of a single request."""
+        most = int(confidence.shape[1])
+        if limits is not None:
+            most = min(max(int(np.asarray(limits)[0]), 0), most)
+        if self.max_tokens_per_step is not None:
+            most = max(min(most, self.max_tokens_per_step - 1), 0)
+        return most
+
+    def _throughput_of_one(
+        self,
+        confidence: Floats,
+        most: int,
+        context_tokens: float | None,
+        *,
+        smooth: bool = False,
+    ) -> Iterator[float]:
+        """Θ(n) of a single request for n = 0..most, each from the first n confidences.
+
+        Its round may be over in a millisecond: a loop over a handful of numbers costs less than arrays do.
+        """
+        assert self.table is not None
+        seconds = self.table.seconds(
+            1, 1 + most, requests=1, drafting=1, context_tokens=context_tokens, smooth=smooth
+        )
+        first, *others = seconds.tolist()
+        survival = tokens = 1.0
+        yield tokens / first
+        for cost, value in zip(others, confidence[0].tolist(), strict=False):
+            survival *= min(1.0, max(0.0, value))  # in this order NaN counts as 0
+            tokens += survival
+            yield tokens / cost
+
+    def _plan_of_one(self, admitted: int, most: int, trimmed: str) -> Plan:
+        assert self.table is not None
+        reason = trimmed if admitted < most else self.table.flaw or EVERY_DRAFT
+        return Plan(np.array([admitted]), reason)
 
     def _best(self, offered: Candidates, context_tokens: float | None) -> Budget:
         """The n, and where the longest block costs all the longest, with most tokens a second.
@@ -182,24 +223,29 @@ class _CostAware(Scheduler):
         """
         if self.table is None:
             return Budget(offered.available)
-        throughput = expected_tokens(offered) / self._seconds(offered, context_tokens)
-        if not self.table.pays_longest or len(offered.survival) == 1:
+        requests, drafted = offered.survival.shape
+        ranked = ranking(offered)
+        throughput = expected_tokens(offered, ranked) / self._seconds(offered, context_tokens)
+        if not self.table.pays_longest or requests == 1:
             end = throughput.size - 1
             best = end - int(throughput[::-1].argmax())  # the right edge of a plateau
             enough = throughput[best] >= throughput[end] * (1 + self.min_gain)
-            return Budget(self._filled(offered, best) if enough else end)
+            return Budget(self._filled(best, end, requests=requests) if enough else end)
         most, chosen = 0.0, Budget(0, 0)
-        for longest in range(offered.survival.shape[1] + 1):
-            within = offered.up_to(longest)
-            seconds = self._seconds(within, context_tokens, longest=longest)
-            throughput = expected_tokens(within) / seconds
+        position = ranked[: int(offered.limits.sum())] % drafted
+        for longest in range(drafted + 1):
+            tokens = expected_tokens(offered, ranked[: position.size][position < longest])
+            seconds = self._seconds(offered, context_tokens, longest=longest)
+            throughput = tokens / seconds[: tokens.size]
             best = int(throughput.argmax())
             if throughput[best] > most:
                 most, chosen = float(throughput[best]), Budget(best, longest)
         everything = float(throughput[-1])  # the last of them offered all
         return chosen if most >= everything * (1 + self.min_gain) else Budget(offered.available)
 
-    def _plan(self, offered: Candidates, budget: Budget, trimmed: str) -> Plan:
+    def _plan(
+        self, offered: Candidates, budget: Budget, trimmed: str, ranked: Lengths | None = None
+    ) -> Plan:
         within = offered if budget.longest is None else offered.up_to(budget.longest)
         admitted = min(max(budget.drafts, 0), within.available)
         if self.table is None:
@@ -207,8 +253,8 @@ class _CostAware(Scheduler):
         elif admitted < offered.available:
             reason = trimmed
         else:
-            reason = self.table.flaw or "every draft pays"
-        return Plan(best_lengths(within, admitted), reason)
+            reason = self.table.flaw or EVERY_DRAFT
+        return Plan(best_lengths(within, admitted, ranked), reason)
 
 
 @dataclass(frozen=True)
@@ -229,37 +275,35 @@ class Algorithm1(_CostAware):
         context_tokens: float | None = None,
     ) -> Plan:
         """Lengths and the reason for them."""
+        values = np.asarray(confidence, dtype=np.float64)
+        if self.table is not None and len(values) == 1:
+            most = self._most_of_one(values, limits)
+            along = self._throughput_of_one(values, most, context_tokens, smooth=True)
+            admitted = self._filled(self._first_descent_of_one(along, most), most, requests=1)
+            return self._plan_of_one(admitted, most, STOPPED)
         offered = candidates(
-            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+            values, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
         if self.table is None:
             return self._plan(offered, Budget(offered.available), "")
         seconds = self._seconds(offered, context_tokens, smooth=True)
-        if len(offered.survival) == 1:
-            admitted = self._first_descent_of_one(offered.survival[0], seconds)
-        else:
-            admitted = self._first_descent(expected_tokens(offered) / seconds)
-        budget = Budget(self._filled(offered, admitted))
-        return self._plan(offered, budget, "throughput stops improving")
+        ranked = ranking(offered)
+        admitted = self._first_descent(expected_tokens(offered, ranked) / seconds)
+        filled = self._filled(admitted, offered.available, requests=len(values))
+        return self._plan(offered, Budget(filled), STOPPED, ranked)
 
     def _first_descent(self, throughput: Floats) -> int:
         best_before = np.maximum.accumulate(throughput)[:-1]
         worse = throughput[1:] < best_before * (1 - self.min_gain)
         return int(worse.argmax()) if worse.any() else worse.size
 
-    def _first_descent_of_one(self, survival: Floats, seconds: Floats) -> int:
-        """The same for a single request, whose round may be over in a millisecond: a loop over a handful of
-        numbers costs less than arrays do.
-        """
-        cost = seconds.tolist()
-        tokens, best = 1.0, 1.0 / cost[0]
-        for n, value in enumerate(survival.tolist()[: len(cost) - 1]):
-            tokens += value
-            throughput = tokens / cost[n + 1]
-            if throughput < best * (1 - self.min_gain):
-                return n
-            best = max(best, throughput)
-        return len(cost) - 1
+    def _first_descent_of_one(self, throughput: Iterator[float], most: int) -> int:
+        best = next(throughput)
+        for admitted, value in enumerate(throughput):
+            if value < best * (1 - self.min_gain):
+                return admitted
+            best = max(best, value)
+        return most
 
 
 @dataclass(frozen=True)
@@ -293,9 +337,8 @@ class Global(_CostAware):
         offered = candidates(
             confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
-        return self._plan(
-            offered, self._best(offered, context_tokens), "best of the cost curve"
-        )
+        budget = self._best(offered, context_tokens)
+        return self._plan(offered, budget, "best of the cost curve")
 
 
 @dataclass(frozen=True)

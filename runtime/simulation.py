@@ -20,7 +20,7 @@ from dspark_trt.errors import RequestError
 from dspark_trt.runtime.break_even import plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
-from dspark_trt.runtime.planner import LEARNED_TOGETHER
+from dspark_trt.runtime.planner import patience
 from dspark_trt.runtime.scheduler import (
     Algorithm1,
     Asynchronous,
@@ -277,6 +277,7 @@ class _Accounts:
         self.running = np.zeros(0, np.int64)
         self.everyone = np.zeros(0, np.bool_)
         self.all_draft = False
+        self.watched = 0  # rounds since these came together
         self.unlearned: list[tuple[Ints, Ints]] = []  # lengths and accepted drafts of a round
         self.context: float | None = None
 
@@ -288,6 +289,7 @@ class _Accounts:
         if running is not self.running:
             self._learn_together()
             self.running, self.everyone = running, np.ones(running.size, np.bool_)
+            self.watched = 0
             self._look_up()
         return None if self.all_draft else self.bypass.drafting(self.state, running)
 
@@ -298,12 +300,13 @@ class _Accounts:
         accepted: Ints,
         context: float | None,
     ) -> None:
+        self.watched += 1
         if drafted is not None:
             self._learn(drafted, lengths, accepted, context)
             return
         self.unlearned.append((lengths, accepted))
         self.context = context
-        if len(self.unlearned) >= LEARNED_TOGETHER:
+        if len(self.unlearned) >= patience(self.watched):
             self._learn_together()
 
     def _learn_together(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays every scheduler shares: survival, expected throughput, and the prefix-closed top-n.
+"""Arrays every scheduler shares: survival, the order of candidates, expected tokens, and prefix-closed lengths.
 
 Legend: R requests, K = γ drafted tokens, N = R·K candidates, n admitted candidates. The candidate
 (r, k) is "verify the k-th drafted token of request r"; its value is the survival a_{r,k}.
@@ -72,36 +72,31 @@ def candidates(
     return Candidates(survival, allowed, available)
 
 
-def expected_tokens(offered: Candidates) -> Floats:  # -> [available + 1]
+def ranking(offered: Candidates) -> Lengths:  # -> [R * K]
+    """Flat indices of candidates, best survival first, those beyond the limits last.
+
+    Survival never rises along a row and equal values keep their order, so whatever ranks before
+    (r, k) includes (r, 1), .., (r, k - 1): every first n of them are prefixes of their rows.
+    """
+    return np.asarray((-offered.survival).ravel().argsort(kind="stable"), dtype=np.int64)
+
+
+def expected_tokens(offered: Candidates, ranked: Lengths) -> Floats:  # -> [available + 1]
     """τ(n): tokens a round commits when its n best candidates are verified, bonus tokens included."""
-    tokens = np.empty(offered.available + 1)
+    tokens = np.empty(min(offered.available, ranked.size) + 1)
     tokens[0] = len(offered.survival)
-    if len(offered.survival) == 1:
-        ranked = offered.survival[0]  # survival never rises along a row
-    else:
-        ranked = np.sort(offered.survival, axis=None)[::-1]
-    tokens[1:] = ranked[: offered.available]
+    tokens[1:] = offered.survival.ravel()[ranked[: tokens.size - 1]]
     return np.asarray(np.add.accumulate(tokens))
 
 
-def best_lengths(offered: Candidates, admitted: int) -> Lengths:  # -> [R]
-    """Lengths that verify the ``admitted`` best candidates.
-
-    Survival never rises along a row, so everything above the last admitted value is a prefix of its
-    row; equal values are handed out row by row from the left, which keeps every prefix closed.
-    """
+def best_lengths(
+    offered: Candidates, admitted: int, ranked: Lengths | None = None
+) -> Lengths:  # -> [R]
+    """Lengths that verify the ``admitted`` best candidates; they are ranked here unless they are already."""
+    requests, drafted = offered.survival.shape
     if admitted <= 0:
-        return np.zeros_like(offered.limits)
-    if len(offered.limits) == 1:
-        return np.minimum(offered.limits, admitted)
+        return np.zeros(requests, np.int64)
     if admitted == int(offered.limits.sum()):
         return offered.limits
-    size = offered.survival.size
-    last = np.partition(offered.survival, size - admitted, axis=None)[size - admitted]
-    lengths = np.add.reduce(offered.survival > last, axis=1)
-    reach = np.add.reduce(offered.survival >= last, axis=1)
-    ties = reach - lengths
-    spare = admitted - int(lengths.sum())
-    before = np.cumsum(ties) - ties
-    handed_out = np.minimum(np.maximum(spare - before, 0), ties)
-    return np.asarray(lengths + handed_out, dtype=np.int64)
+    order = ranking(offered) if ranked is None else ranked
+    return np.bincount(order[:admitted] // drafted, minlength=requests)

@@ -136,10 +136,13 @@ def test_what_a_round_costs_is_shared_by_who_caused_it() -> None:
     assert spent[0] == pytest.approx(3 * (draft + step[-1] - step[0]) / step[0])
 
 
-def test_a_draft_step_runs_every_row_before_the_last_that_drafts() -> None:
-    spent = plain_rounds_spent(_TABLE, [0, 0, 0], [False, False, True]).together
+def test_a_draft_step_costs_by_how_many_draft() -> None:
+    spent = plain_rounds_spent(
+        _TABLE, [[0, 0, 0], [0, 0, 0]], [[False, False, True], [True] * 3]
+    )
     plain = _TABLE.seconds(3, 3)[0]
-    assert spent[2] == pytest.approx(3 * _TABLE.draft_cost(3) / plain)
+    costs = [_TABLE.draft_cost(1), _TABLE.draft_cost(3)]
+    assert spent.together.sum(axis=1) * plain / 3 == pytest.approx(costs)
 
 
 def test_who_stops_alone_saves_the_last_row_only() -> None:

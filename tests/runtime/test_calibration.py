@@ -13,7 +13,7 @@ from dspark_trt.runtime.online_calibration import (
     Drift,
     RequestOffsets,
     corrected_confidence,
-    updated,
+    outcomes,
 )
 
 
@@ -90,7 +90,8 @@ def test_offsets_learn_a_request_that_accepts_more_than_predicted() -> None:
     raw = np.zeros((2, 3))  # says one half
     for _ in range(60):
         confidence = corrected_confidence(calibration, raw, offsets, slots)
-        offsets = updated(offsets, slots, confidence, [3, 3], [3, 0], variance=1.0)
+        shown = outcomes(confidence, [3, 3], [3, 0])
+        offsets = offsets.updated(slots, shown, variance=1.0)
     learnt = corrected_confidence(calibration, raw, offsets, slots)
     assert np.all(learnt[0] > 0.9)
     assert np.all(learnt[1] < 0.1)
@@ -102,12 +103,12 @@ def test_offsets_learn_a_request_that_accepts_more_than_predicted() -> None:
 def test_offsets_use_verified_outcomes_only() -> None:
     offsets = RequestOffsets.empty(1)
     half = np.full((1, 3), 0.5)
-    one = updated(offsets, [0], half, [1], [1], variance=1.0)  # one outcome, accepted
+    one = offsets.updated([0], outcomes(half, [1], [1]), variance=1.0)  # one outcome, accepted
     assert one.evidence[0] == pytest.approx(0.25)
     assert one.offset[0] == pytest.approx(0.5 / 1.25)
-    none = updated(offsets, [0], half, [0], [0], variance=1.0)
+    none = offsets.updated([0], outcomes(half, [0], [0]), variance=1.0)
     assert none.offset[0] == none.evidence[0] == 0.0
-    assert updated(offsets, [0], half, [3], [3], variance=0.0) is offsets
+    assert offsets.updated([0], outcomes(half, [3], [3]), variance=0.0) is offsets
 
 
 def test_drift_compares_predictions_with_what_was_seen() -> None:
@@ -117,6 +118,6 @@ def test_drift_compares_predictions_with_what_was_seen() -> None:
     for _ in range(500):
         first = rng.random(4) < 0.5
         accepted = first.astype(int) * (1 + (rng.random(4) < 0.9))
-        drift = drift.updated(np.full((4, 2), 0.9), np.full(4, 2), accepted)
+        drift = drift.updated(outcomes(np.full((4, 2), 0.9), np.full(4, 2), accepted))
     assert drift.gap() == pytest.approx([0.4, 0.0], abs=0.06)
     assert drift.has_drifted()
