@@ -14,15 +14,15 @@ class Gpu:
     arch: str  # "sm89"
 
 
-def visible_gpu() -> Gpu | None:
-    """The first visible CUDA device; None without a driver or device."""
+def visible_gpu(index: int = 0) -> Gpu | None:
+    """A visible CUDA device; None without a driver or so many devices."""
     try:
         cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return None
     count, device = ctypes.c_int(), ctypes.c_int()
     failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-    if failed or not count.value or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if failed or index >= count.value or cuda.cuDeviceGet(ctypes.byref(device), index):
         return None
     name = ctypes.create_string_buffer(256)
     major, minor = ctypes.c_int(), ctypes.c_int()

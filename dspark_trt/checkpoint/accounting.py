@@ -39,9 +39,14 @@ def rename(
 
 
 def account_for(
-    tensors: Mapping[str, TensorRef], expected: Mapping[str, Shape], folder: Path
+    tensors: Mapping[str, TensorRef],
+    expected: Mapping[str, Shape],
+    folder: Path,
+    *,
+    override: str = "",
 ) -> None:
-    """Compare what is there with what config.json implies; names are canonical.
+    """Compare what is there with what config.json implies; names are canonical. ``override`` is how the
+    command line changes a setting.
 
     Raises:
         CheckpointError: lists every missing and unexpected tensor, wrong shape and unsupported dtype.
@@ -64,5 +69,5 @@ def account_for(
     if lines := [f"{kind}: {', '.join(items)}" for kind, items in faults.items() if items]:
         raise CheckpointError(
             f"{folder}: the tensors do not fit config.json. " + "; ".join(lines) + ". "
-            "Check that weights and config.json come from the same release."
+            f"Check that weights and config.json come from the same release{override}."
         )

@@ -50,7 +50,7 @@ def read_block(
         slots=slots,
         semantics=semantics,
         mask_token_id=_mask_token(fields, decoder, overrides, notes),
-        target_layer_ids=_target_layers(fields, dialect, decoder, depth, notes),
+        target_layer_ids=_target_layers(fields, dialect, decoder, depth, overrides, notes),
         num_target_layers=depth,
     )
 
@@ -129,13 +129,16 @@ def _slots(
     discarded = int(semantics is SlotSemantics.IN_PLACE)
     trained = block.value - discarded
     if trained < 1:
-        raise fields.error(f"{block.where} is {block.value}, which proposes no token")
+        raise fields.error(
+            f"{block.where} is {block.value}, which proposes no token", "block_size"
+        )
     _compare_speculative_tokens(fields, trained, notes)
     gamma = trained if overrides.gamma is None else overrides.gamma
     if not 1 <= gamma <= trained:
         raise fields.error(
             f"gamma {gamma} was asked for, but {block.where} is {block.value}: this checkpoint "
-            f"proposes 1 to {trained} tokens"
+            f"proposes 1 to {trained} tokens",
+            None if overrides.gamma else "block_size",
         )
     if gamma < trained:
         notes.warn(
@@ -163,20 +166,19 @@ def _compare_speculative_tokens(fields: Fields, trained: int, notes: Notes) -> N
 def _mask_token(
     fields: Fields, decoder: DecoderConfig, overrides: DraftOverrides, notes: Notes
 ) -> int:
-    said = fields.integer("mask_token_id")
     if overrides.mask_token_id is not None:
-        if said is not None and said.value != overrides.mask_token_id:
-            notes.warn(
-                f"mask token {overrides.mask_token_id} as asked; {said.where} says {said.value}"
-            )
         mask, where = overrides.mask_token_id, "asked for"
-    elif said is not None:
-        mask, where = said.value, said.where
+        for said in fields.said("mask_token_id"):
+            if said.value != mask:
+                notes.warn(f"mask token {mask} as asked; {said.where} says {said.value}")
+    elif (found := fields.integer("mask_token_id")) is not None:
+        mask, where = found.value, found.where
     else:
-        raise fields.error("mask_token_id is missing: give it with --mask-token-id")
+        raise fields.error("mask_token_id is missing", "mask_token_id")
     if not 0 <= mask < decoder.vocab_size:
         raise fields.error(
-            f"mask_token_id {mask} ({where}) is outside the embedding of {decoder.vocab_size} rows"
+            f"mask_token_id {mask} ({where}) is outside the embedding of {decoder.vocab_size} rows",
+            "mask_token_id",
         )
     notes.decide("mask_token_id", mask, where)
     return mask
@@ -185,22 +187,63 @@ def _mask_token(
 def _depth(fields: Fields, dialect: Dialect, notes: Notes) -> int:
     # A DeepSeek-V4 drafter shares its target's config.json.
     own = dialect is DEEPSEEK_V4
-    depth = fields.integer("num_hidden_layers" if own else "num_target_layers")
+    depth_key = "num_hidden_layers" if own else "num_target_layers"
+    depth = fields.integer(depth_key)
     if depth is not None:
         if depth.value < 1:
-            raise fields.error(f"{depth.where} is {depth.value}, expected at least 1")
+            raise fields.error(
+                f"{depth.where} is {depth.value}, expected at least 1", depth_key
+            )
         notes.decide("num_target_layers", depth.value, depth.where)
         return depth.value
     if dialect not in (SPECULATORS, MODEL_OPTIMIZER):
-        raise fields.error("num_target_layers is missing")
+        raise fields.error("num_target_layers is missing", depth_key)
     notes.decide("num_target_layers", None, "not recorded; the target's depth will be taken")
     return UNKNOWN_DEPTH
 
 
+def stated_layers(
+    fields: Fields,
+    key: str,
+    overrides: DraftOverrides,
+    depth: int,
+    notes: Notes,
+    *,
+    taps_last: bool = False,
+) -> tuple[int, ...] | None:
+    """The tapped layers that were asked for, noted beside what ``key`` of the file says; None: the file decides.
+
+    Raises:
+        CheckpointError: no such layers in a target of ``depth``.
+    """
+    ids = overrides.target_layer_ids
+    if ids is None:
+        return None
+    said = fields.said(key)
+    if fault := layer_id_fault(ids, depth, taps_last=taps_last):
+        raise fields.error(
+            f"target_layer_ids {list(ids)} (asked for) {fault}", "target_layer_ids"
+        )
+    for setting in said:
+        notes.warn(f"tapped layers {list(ids)} as asked; {setting.where} says {setting.value}")
+    reason = f"{said[0].where} says {said[0].value}" if said else f"{key} is absent"
+    notes.decide("target_layer_ids", list(ids), f"asked for; {reason}")
+    return ids
+
+
 def _target_layers(
-    fields: Fields, dialect: Dialect, decoder: DecoderConfig, depth: int, notes: Notes
+    fields: Fields,
+    dialect: Dialect,
+    decoder: DecoderConfig,
+    depth: int,
+    overrides: DraftOverrides,
+    notes: Notes,
 ) -> tuple[int, ...]:
     key = "aux_hidden_state_layer_ids" if dialect is SPECULATORS else "target_layer_ids"
+    taps_last = dialect is DEEPSEEK_V4
+    stated = stated_layers(fields, key, overrides, depth, notes, taps_last=taps_last)
+    if stated is not None:
+        return stated
     setting = fields.integers(key)
     if setting is None and dialect is ZLAB_DFLASH:
         ids = _evenly_spaced(decoder.num_layers, depth)
@@ -212,8 +255,8 @@ def _target_layers(
     # speculators counts hidden states, of which number 0 is the embedding output.
     shift = int(dialect is SPECULATORS)
     ids = tuple(layer - shift for layer in setting.value)
-    if fault := layer_id_fault(ids, depth, taps_last=dialect is DEEPSEEK_V4):
-        raise fields.error(f"{setting.where} {setting.value} {fault}")
+    if fault := layer_id_fault(ids, depth, taps_last=taps_last):
+        raise fields.error(f"{setting.where} {setting.value} {fault}", key)
     if dialect is MODEL_OPTIMIZER and ids[0] == -1:
         # NVIDIA/Model-Optimizer#2149: negative ids were exported; a Python index cannot be told apart.
         notes.warn(f"{setting.where} {setting.value}: -1 is read as the embedding output")

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from dspark_trt.checkpoint.block import UNKNOWN_DEPTH
 from dspark_trt.checkpoint.dialect_config import (
@@ -40,6 +42,7 @@ def convert_draft(
     *,
     to: str,
     target: TargetCheckpoint | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     overwrite: bool = False,
 ) -> DraftCheckpoint:
     """Write ``draft`` to the folder ``output`` in the dialect ``to`` and return it as read from there.
@@ -50,6 +53,7 @@ def convert_draft(
         to: deepspec, speculators, specforge or model-optimizer.
         target: its embedding and head go into dialects that hold their own, and are compared with the
             drafter's for dialects that borrow them.
+        settings: what the drafter's config.json should have said, as it was read (``DraftOverrides``).
         overwrite: replace a folder that holds a drafter.
 
     Raises:
@@ -66,7 +70,7 @@ def convert_draft(
             + "; ".join(faults)
         )
     tensors = _tensors(draft, dialect, target)
-    source = read_json(draft.path / "config.json")
+    source = _with_settings(read_json(draft.path / "config.json"), settings)
     try:
         with new_directory(output, replace=overwrite) as folder:
             write_json(folder / "config.json", config_in(dialect.name, draft.config, source))
@@ -75,6 +79,18 @@ def convert_draft(
     except OSError as error:
         raise CheckpointError(f"cannot write {output}: {error.strerror or error}") from error
     return read_draft(output)
+
+
+def _with_settings(source: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with other settings, wherever it has them."""
+    places = {
+        key: {k: v for k, v in value.items() if k not in settings}
+        if isinstance(value, dict)
+        else value
+        for key, value in source.items()
+        if key not in settings
+    }
+    return places | dict(settings)
 
 
 def _dialect(name: str) -> Dialect:

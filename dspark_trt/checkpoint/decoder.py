@@ -7,13 +7,11 @@ Settings that would change the mathematics and that the modules lack are refused
 from dspark_trt.checkpoint.experts import expert_shapes, read_experts
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.gemma import gemma_layer_shapes
-from dspark_trt.checkpoint.records import Notes
+from dspark_trt.checkpoint.records import MAX_LAYERS, Notes
 from dspark_trt.checkpoint.rope import rope_from_fields
 from dspark_trt.checkpoint.tensors import Shape
 from dspark_trt.checkpoint.windows import read_windows
 from dspark_trt.config import DecoderConfig
-
-_MAX_LAYERS = 1000  # a corrupt count must not make the list of expected tensors endless
 
 _NEUTRAL = {  # setting -> the value that leaves the decoder as the modules compute it
     "hidden_act": "silu",
@@ -53,14 +51,13 @@ def decoder_from_fields(
     heads = fields.required_integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads")
     head_dim = fields.integer("head_dim")
-    layers = fields.required_integer("num_hidden_layers")
+    layers = fields.required_integer("num_hidden_layers", most=MAX_LAYERS)
     bias = fields.flag("attention_bias")
     max_positions = fields.required_integer("max_position_embeddings")
-    if layers > _MAX_LAYERS:
-        raise fields.error(f"num_hidden_layers is {layers}, expected at most {_MAX_LAYERS}")
-    if heads < 1 or (head_dim is None and hidden % heads):
+    if head_dim is None and hidden % heads:
         raise fields.error(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing",
+            "head_dim",
         )
     try:
         return DecoderConfig(
@@ -83,7 +80,7 @@ def decoder_from_fields(
             experts=read_experts(fields, layers) if has_experts else None,
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:

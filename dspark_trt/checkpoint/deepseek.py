@@ -108,7 +108,7 @@ def read_deepseek(
         for key, shape in stored_shapes(config).items()
         if _SHARED.get(key) not in borrowed
     }
-    account_for(tensors, expected, folder)
+    account_for(tensors, expected, folder, override=fields.flag_for("KEY"))
     _note_storage(tensors.values(), notes)
     named = {_canonical(key, stages): ref for key, ref in tensors.items()}
     return DraftCheckpoint(
@@ -205,15 +205,10 @@ def _stages(fields: Fields, keys: Iterable[str]) -> int:
 
 def _refuse_relatives(fields: Fields, keys: Iterable[str]) -> None:
     """Layouts under the same prefix with other mathematics."""
-    newer = (
-        fields.find("n_routed_experts")
-        if "dspark_n_routed_experts" in fields.places[""]
-        else None
-    )
-    vision = [key for key in keys if key.endswith((".bias_vl", "markov_head.embed.weight"))]
-    if newer is not None or vision:
-        shown = f"the tensor {min(vision)}" if vision else "the key dspark_n_routed_experts"
-        raise fields.error(f"DeepSeek-V4.1 mtp layout not supported yet (it has {shown})")
+    signs = [key for key in keys if key.endswith((".bias_vl", "markov_head.embed.weight"))]
+    signs += [key for key in fields.places[""] if key == "dspark_n_routed_experts"]
+    if signs:
+        raise fields.error(f"DeepSeek-V4.1 mtp layout not supported yet (it has {signs[0]})")
     if "mtp.0.main_proj.weight" not in keys:
         raise fields.error(
             "the layers in mtp.* are no DSpark drafter (mtp.0.main_proj.weight is missing): a "
@@ -226,7 +221,8 @@ def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
     experts = fields.required_integer("n_routed_experts")
     if experts * stages > _MAX_EXPERTS:
         raise fields.error(
-            f"n_routed_experts is {experts}, beyond {_MAX_EXPERTS} in all stages"
+            f"n_routed_experts is {experts}, beyond {_MAX_EXPERTS} in all stages",
+            "n_routed_experts",
         )
     window = fields.required_integer("sliding_window")
     notes.decide("sliding_window", window, "sliding_window; every stage")
@@ -266,7 +262,7 @@ def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
             ),
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def _number(fields: Fields, key: str) -> float:
@@ -280,7 +276,8 @@ def _rope(fields: Fields, stages: int, notes: Notes) -> RopeConfig:
     if ratios is not None and any(own := ratios.value[depth : depth + stages]):
         raise fields.error(
             f"{ratios.where} of the stages is {own}, expected zeros: drafters whose attention compresses "
-            "are not supported"
+            "are not supported",
+            "compress_ratios",
         )
     theta = _number(fields, "rope_theta")
     notes.decide(
@@ -318,7 +315,7 @@ def _config(
             window_rule=WindowRule.ANCHOR,
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def _borrowed(tensors: Mapping[str, TensorRef], notes: Notes) -> frozenset[str]:

@@ -89,7 +89,7 @@ def recognise(fields: Fields, keys: Iterable[str]) -> tuple[Dialect, str]:
             return SPECULATORS, f"config.json has {key}"
     if flat := sorted(name for name in names if MODEL_OPTIMIZER.canonical(name) != name):
         return MODEL_OPTIMIZER, f"head tensors have flat names ({flat[0]})"
-    if shift := fields.flag("shift_label"):
+    if shift := fields.find("shift_label"):
         return MODEL_OPTIMIZER, f"config.json has {shift.where}"
     if nested := _nested_head_key(fields):
         return SPECFORGE, f"head keys are nested or prefixed ({nested})"

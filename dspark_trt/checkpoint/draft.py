@@ -50,8 +50,17 @@ def read_draft(
     """
     folder = resolve_source(source, revision=overrides.revision)
     fields = Fields(
-        read_json(folder / "config.json"), folder / "config.json", nested=DRAFT_PLACES
+        read_json(folder / "config.json"),
+        folder / "config.json",
+        nested=DRAFT_PLACES,
+        stated=overrides.settings,
     )
+    checkpoint = _read_dialect(folder, fields, overrides)
+    fields.require_asked()
+    return checkpoint
+
+
+def _read_dialect(folder: Path, fields: Fields, overrides: DraftOverrides) -> DraftCheckpoint:
     files = read_tensors(folder)
     if (stage := deepseek_sign(files)) is not None:
         return read_deepseek(folder, fields, files, stage, overrides)
@@ -70,7 +79,7 @@ def read_draft(
     expected = {
         name: shape for name, shape in draft_shapes(config).items() if name not in borrowed
     }
-    account_for(tensors, expected, folder)
+    account_for(tensors, expected, folder, override=fields.flag_for("KEY"))
     notes.note_numbers(fields, config.decoder, tensors.values())
     return DraftCheckpoint(
         path=folder,
@@ -129,7 +138,7 @@ def _read_config(
             window_rule=read_window_rule(fields, dialect, decoder.windows, notes),
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def _borrowed(tensors: Mapping[str, TensorRef], notes: Notes) -> frozenset[str]:

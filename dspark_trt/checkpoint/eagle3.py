@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dspark_trt.checkpoint.accounting import account_for, rename
-from dspark_trt.checkpoint.block import UNKNOWN_DEPTH, layer_id_fault
+from dspark_trt.checkpoint.block import UNKNOWN_DEPTH, layer_id_fault, stated_layers
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.records import (
@@ -71,7 +71,7 @@ def read_eagle3(
     config = _config(fields, name, decoder, vocabulary.size, overrides, notes)
     borrowed = _borrowed(plain, config, notes)
     expected = {key: s for key, s in eagle3_shapes(config).items() if key not in borrowed}
-    account_for(plain, expected, folder)
+    account_for(plain, expected, folder, override=fields.flag_for("KEY"))
     notes.note_numbers(fields, decoder, plain.values())
     return DraftCheckpoint(
         path=folder,
@@ -117,10 +117,15 @@ def _decoder(fields: Fields, tensors: Mapping[str, TensorRef], notes: Notes) -> 
     decoder = decoder_from_fields(fields, notes, qk_norm=qk_norm)
     if decoder.num_layers != 1:
         raise fields.error(
-            f"num_hidden_layers is {decoder.num_layers}: Eagle3 drafters are supported with 1 layer"
+            f"num_hidden_layers is {decoder.num_layers}: Eagle3 drafters are supported with 1 layer",
+            "num_hidden_layers",
         )
     if any(decoder.windows):
-        raise fields.error("Eagle3 drafters with sliding windows are not supported yet")
+        raise fields.error(
+            f"sliding_window is {max(window or 0 for window in decoder.windows)}: Eagle3 drafters are "
+            "supported without windows",
+            "layer_types",
+        )
     return decoder
 
 
@@ -133,6 +138,10 @@ def _config(
     notes: Notes,
 ) -> DraftConfig:
     depth = fields.integer("num_target_layers")
+    if depth is not None and depth.value < 1:
+        raise fields.error(
+            f"{depth.where} is {depth.value}, expected at least 1", "num_target_layers"
+        )
     normed = fields.flag("norm_before_residual")
     is_normed = bool(normed and normed.value)
     notes.decide(
@@ -148,7 +157,9 @@ def _config(
             block_slots=gamma,
             slot_semantics=SlotSemantics.ANCHOR_FIRST,
             mask_token_id=0,  # a chain has no masks
-            target_layer_ids=_target_layers(fields, name, depth.value if depth else 0, notes),
+            target_layer_ids=_target_layers(
+                fields, name, depth.value if depth else UNKNOWN_DEPTH, overrides, notes
+            ),
             num_target_layers=depth.value if depth else UNKNOWN_DEPTH,
             target_hidden_size=target_hidden.value if target_hidden else decoder.hidden_size,
             head_type=HeadType.NONE,
@@ -158,7 +169,7 @@ def _config(
             chain=ChainConfig(normed_residual=is_normed),
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def _gamma(fields: Fields, overrides: DraftOverrides, notes: Notes) -> int:
@@ -177,11 +188,13 @@ def _gamma(fields: Fields, overrides: DraftOverrides, notes: Notes) -> int:
         proposed = _speculative_tokens(fields)
         if proposed is None:
             raise fields.error(
-                "no ttt_length says how many tokens to draft: give a number with --gamma"
+                "ttt_length, the number of tokens to draft, is missing: give it with --gamma"
             )
         gamma, where = proposed, "speculative_tokens of speculators_config"
     if gamma < 1:
-        raise fields.error(f"gamma is {gamma} ({where}), expected at least 1")
+        raise fields.error(
+            f"gamma is {gamma} ({where}), expected at least 1; give it with --gamma"
+        )
     notes.decide("gamma", gamma, where)
     return gamma
 
@@ -196,29 +209,27 @@ def _speculative_tokens(fields: Fields) -> int | None:
     return None
 
 
-def _target_layers(fields: Fields, name: str, depth: int, notes: Notes) -> tuple[int, ...]:
+def _target_layers(
+    fields: Fields, name: str, depth: int, overrides: DraftOverrides, notes: Notes
+) -> tuple[int, ...]:
     """DeepSpec names layers whose output is tapped; the others count hidden states, one higher."""
-    if name == "deepspec-eagle3":
-        setting = fields.require("target_layer_ids", fields.integers("target_layer_ids"))
-        ids = tuple(setting.value)
-    else:
-        key = "eagle_aux_hidden_state_layer_ids"
-        nested = fields.mapping("eagle_config")
-        found = fields.integers(key)
-        if found is None and nested is not None and isinstance(nested.value.get(key), list):
-            found = Fields(nested.value, fields.path).integers(key)
-        if found is None:
-            raise fields.error(
-                f"{key} is missing: add it to config.json; the reference takes 2, N/2 and N-3 of N "
-                "target layers"
-            )
-        setting = found
-        ids = tuple(layer - 1 for layer in setting.value)
+    shift = int(name != "deepspec-eagle3")
+    key = "eagle_aux_hidden_state_layer_ids" if shift else "target_layer_ids"
+    stated = stated_layers(fields, key, overrides, depth, notes)
+    if stated is not None:
+        return stated
+    setting = fields.integers(key)
+    if setting is None:
+        usual = (
+            ": without it the reference taps 2, N/2 and N-3 of N target layers, which the flag, counting outputs "
+            "from 0, calls 1, N/2-1 and N-4"
+        )
+        raise fields.error(f"{key} is missing{usual * shift}", key)
+    ids = tuple(layer - shift for layer in setting.value)
     if fault := layer_id_fault(ids, depth):
-        raise fields.error(f"{setting.where} {setting.value} {fault}")
-    shift = "" if name == "deepspec-eagle3" else " less 1"
+        raise fields.error(f"{setting.where} {setting.value} {fault}", key)
     notes.decide(
-        "target_layer_ids", list(ids), f"{setting.where} {setting.value}{shift}; id i is the output of "
+        "target_layer_ids", list(ids), f"{setting.where} {setting.value}{' less 1' * shift}; id i is the output of "
         "decoder layer i",
     )  # fmt: skip
     return ids

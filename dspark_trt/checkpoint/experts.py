@@ -19,12 +19,15 @@ def read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
         return None
     if count.value * num_layers > _MAX_EXPERTS:
         raise fields.error(
-            f"{count.where} is {count.value}, beyond {_MAX_EXPERTS} in all layers"
+            f"{count.where} is {count.value}, beyond {_MAX_EXPERTS} in all layers",
+            "num_experts",
         )
     dense, step = fields.integers("mlp_only_layers"), fields.integer("decoder_sparse_step")
     every = step.value if step else 1
     if every < 1:
-        raise fields.error(f"decoder_sparse_step is {every}, expected at least 1")
+        raise fields.error(
+            f"decoder_sparse_step is {every}, expected at least 1", "decoder_sparse_step"
+        )
     normalised = fields.flag("norm_topk_prob")
     try:
         return ExpertsConfig(
@@ -39,7 +42,7 @@ def read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
             ),
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def expert_shapes(decoder: DecoderConfig, experts: ExpertsConfig) -> dict[str, Shape]:

@@ -16,7 +16,17 @@ from dspark_trt.errors import CheckpointError
 
 T = TypeVar("T")
 
-DRAFT_PLACES = ("dflash_config", "dspark_config", "text_config", "transformer_layer_config")
+DRAFT_PLACES = (
+    "dflash_config", "dspark_config", "eagle_config", "text_config", "transformer_layer_config",
+)  # fmt: skip
+
+# Flags of their own; every other setting has --set.
+_FLAGS = {
+    "mask_token_id": "--mask-token-id ID",
+    "target_layer_ids": "--target-layer-ids I,J,..",
+    "aux_hidden_state_layer_ids": "--target-layer-ids I,J,..",
+    "eagle_aux_hidden_state_layer_ids": "--target-layer-ids I,J,..",
+}
 
 _SPELLINGS = {
     "enable_confidence_head": ("use_confidence_head",),
@@ -33,12 +43,23 @@ class Setting(Generic[T]):
 
 
 class Fields:
-    """The settings of one config.json; ``path`` is named in every error."""
+    """The settings of one config.json; ``path`` is named in every error.
+
+    ``stated`` are settings that count instead of those in the file, wherever it has them; None where none
+    can be stated, so that errors name no flag.
+    """
 
     def __init__(
-        self, config: Mapping[str, Any], path: Path, *, nested: tuple[str, ...] = ()
+        self,
+        config: Mapping[str, Any],
+        path: Path,
+        *,
+        nested: tuple[str, ...] = (),
+        stated: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
+        self.stated = stated
+        self._asked: set[str] = set()
         self.places: dict[str, Mapping[str, Any]] = {"": config}
         for place in nested:
             if isinstance(inner := config.get(place), dict):
@@ -50,21 +71,30 @@ class Fields:
         Raises:
             CheckpointError: two places hold different values.
         """
-        names = (key, *_SPELLINGS.get(key, ()))
-        found = [
-            Setting(place[spelling], prefix + spelling)
-            for prefix, place in self.places.items()
-            for name in names
-            for spelling in (name, f"dspark_{name}")
-            if place.get(spelling) is not None
-        ]
+        spellings = _spellings(key)
+        self._asked.update(spellings)
+        for spelling in spellings:
+            if self.stated and spelling in self.stated:
+                value = self.stated[spelling]
+                return None if value is None else Setting(value, f"--set {spelling}")
+        found = self.said(key)
         for other in found[1:]:
             if other.value != found[0].value:
                 raise self.error(
                     f"{found[0].where} is {found[0].value!r} but {other.where} is {other.value!r}: "
-                    "remove the wrong one"
+                    "remove the wrong one",
+                    key,
                 )
         return found[0] if found else None
+
+    def said(self, key: str) -> list[Setting[Any]]:
+        """What the file says of a setting, in every place."""
+        return [
+            Setting(place[spelling], prefix + spelling)
+            for prefix, place in self.places.items()
+            for spelling in _spellings(key)
+            if place.get(spelling) is not None
+        ]
 
     def integer(self, key: str) -> Setting[int] | None:
         return self._typed(key, _is_int, "an integer")
@@ -97,13 +127,32 @@ class Fields:
     def mapping(self, key: str) -> Setting[dict[str, Any]] | None:
         return self._typed(key, lambda value: isinstance(value, dict), "an object")
 
-    def required_integer(self, key: str) -> int:
-        return self.require(key, self.integer(key)).value
+    def required_integer(self, key: str, *, most: int | None = None) -> int:
+        """A size: at least 1."""
+        setting = self.require(key, self.integer(key))
+        if setting.value < 1:
+            raise self.error(f"{setting.where} is {setting.value}, expected at least 1", key)
+        if most is not None and setting.value > most:
+            raise self.error(
+                f"{setting.where} is {setting.value}, expected at most {most}", key
+            )
+        return setting.value
 
     def require(self, key: str, setting: Setting[T] | None) -> Setting[T]:
         if setting is None:
-            raise self.error(f"{key} is missing")
+            raise self.error(f"{key} is missing", key)
         return setting
+
+    def require_asked(self) -> None:
+        """Refuse stated settings that no reader asked for: a misspelt one would change nothing.
+
+        Raises:
+            CheckpointError: names them.
+        """
+        if unasked := sorted(set(self.stated or ()) - self._asked):
+            raise self.error(
+                f"--set {', '.join(unasked)}: no setting of this format is called so"
+            )
 
     def require_neutral(self, neutral: Mapping[str, Any]) -> None:
         """Refuse settings that are there with another value than the one that changes nothing.
@@ -115,19 +164,33 @@ class Fields:
             setting = self.find(key)
             if setting is not None and setting.value != value:
                 raise self.error(
-                    f"{setting.where} is {setting.value!r}, which is not supported yet (only {value!r})"
+                    f"{setting.where} is {setting.value!r}, which is not supported yet (only {value!r})",
+                    key,
                 )
 
-    def error(self, text: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {text}")
+    def error(self, text: str, key: str | None = None) -> CheckpointError:
+        """An error about this file. ``key`` is the setting that would mend it, "KEY" if it may be any."""
+        return CheckpointError(f"{self.path}: {text}{self.flag_for(key)}")
+
+    def flag_for(self, key: str | None) -> str:
+        """How the command line overrides a setting, to be put behind a sentence."""
+        if key is None or self.stated is None:
+            return ""
+        key = key.removeprefix("--set ").rpartition(".")[2]  # places do not matter
+        return f" (override: {_FLAGS.get(key, f'--set {key}=VALUE')})"
 
     def _typed(
         self, key: str, accepts: Callable[[Any], bool], expected: str
     ) -> Setting[Any] | None:
         setting = self.find(key)
         if setting is not None and not accepts(setting.value):
-            raise self.error(f"{setting.where} is {setting.value!r}, expected {expected}")
+            raise self.error(f"{setting.where} is {setting.value!r}, expected {expected}", key)
         return setting
+
+
+def _spellings(key: str) -> list[str]:
+    names = (key, *_SPELLINGS.get(key, ()))
+    return [spelling for name in names for spelling in (name, f"dspark_{name}")]
 
 
 def _is_int(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dspark_trt.checkpoint.fields import Fields, is_number
-from dspark_trt.checkpoint.records import Notes
+from dspark_trt.checkpoint.records import MAX_LAYERS, Notes
 from dspark_trt.checkpoint.tensors import Shape
 from dspark_trt.config import DecoderConfig, GemmaConfig, RopeConfig, SlidingSizes
 
@@ -38,12 +38,14 @@ def gemma_draft_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
     types = fields.texts("layer_types")
     if types is not None and (other := [kind for kind in types.value if kind != _FULL]):
         raise fields.error(
-            f"{types.where} holds {other[0]!r}; Gemma4 drafters are supported with {_FULL!r} only"
+            f"{types.where} holds {other[0]!r}; Gemma4 drafters are supported with {_FULL!r} only",
+            "layer_types",
         )
     shared, wide = fields.integer("num_kv_shared_layers"), fields.flag("use_double_wide_mlp")
     if shared and shared.value and wide and wide.value:
         raise fields.error(
-            f"{wide.where} is true with {shared.where} {shared.value}: wide MLPs are not supported yet"
+            f"{wide.where} is true with {shared.where} {shared.value}: wide MLPs are not supported yet",
+            "use_double_wide_mlp",
         )
     return _decoder(fields, notes, windows=(), sliding=None)
 
@@ -59,7 +61,7 @@ def gemma_target_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
         raise fields.error(
             f"{shared.where} is {shared.value}: layers that share keys are not supported yet (only 0)"
         )
-    count = fields.required_integer("num_hidden_layers")
+    count = fields.required_integer("num_hidden_layers", most=MAX_LAYERS)
     types = fields.require("layer_types", fields.texts("layer_types"))
     if len(types.value) != count or {*types.value} - {_FULL, _SLIDING}:
         raise fields.error(
@@ -93,6 +95,10 @@ def _decoder(
     shares = fields.require("attention_k_eq_v", fields.flag("attention_k_eq_v"))
     heads = "num_global_key_value_heads" if shares.value else "num_key_value_heads"
     bias, cap = fields.flag("attention_bias"), fields.number("final_logit_softcapping")
+    if cap is not None and cap.value <= 0:
+        raise fields.error(
+            f"{cap.where} is {cap.value}, expected a positive number", "final_logit_softcapping"
+        )
     notes.decide(
         "architecture",
         {
@@ -106,7 +112,7 @@ def _decoder(
         return DecoderConfig(
             hidden_size=fields.required_integer("hidden_size"),
             intermediate_size=fields.required_integer("intermediate_size"),
-            num_layers=fields.required_integer("num_hidden_layers"),
+            num_layers=fields.required_integer("num_hidden_layers", most=MAX_LAYERS),
             num_heads=fields.required_integer("num_attention_heads"),
             num_kv_heads=fields.required_integer(heads),
             head_dim=fields.required_integer("global_head_dim"),
@@ -126,7 +132,7 @@ def _decoder(
             ),
         )
     except ValueError as error:
-        raise fields.error(str(error)) from error
+        raise fields.error(str(error), "KEY") from error
 
 
 def gemma_layer_shapes(decoder: DecoderConfig) -> dict[str, Shape]:
@@ -149,11 +155,13 @@ def _rope(fields: Fields, layer_type: str) -> RopeConfig:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "proportional"):
         raise fields.error(
-            f"{where}.rope_type is {kind!r}; Gemma4 is supported with 'default' and 'proportional'"
+            f"{where}.rope_type is {kind!r}; Gemma4 is supported with 'default' and 'proportional'",
+            "rope_parameters",
         )
     if unknown := sorted(rope.keys() - _ROPE_KEYS):
         raise fields.error(
-            f"{where} has settings this reader does not know: {', '.join(unknown)}"
+            f"{where} has settings this reader does not know: {', '.join(unknown)}",
+            "rope_parameters",
         )
     theta = _number(fields, where, rope, "rope_theta")
     if kind == "default":
@@ -168,5 +176,5 @@ def _rope(fields: Fields, layer_type: str) -> RopeConfig:
 def _number(fields: Fields, where: str, rope: dict[str, Any], key: str) -> float:
     value = rope.get(key)
     if value is None or not is_number(value):
-        raise fields.error(f"{where}.{key} is {value!r}, expected a number")
+        raise fields.error(f"{where}.{key} is {value!r}, expected a number", "rope_parameters")
     return float(value)

@@ -54,7 +54,7 @@ def read_head(
     said = fields.text("markov_head_type")
     if rank == 0:
         if shown is not HeadType.NONE:
-            raise fields.error(f"markov_rank is 0, but the files hold {sign}")
+            raise fields.error(f"markov_rank is 0, but the files hold {sign}", "markov_rank")
         notes.decide("head_type", HeadType.NONE.value, "markov_rank is 0: plain DFlash")
         return HeadType.NONE, 0
     if said is None:
@@ -63,10 +63,14 @@ def read_head(
         )
         return shown, rank
     if said.value not in (HeadType.VANILLA, HeadType.GATED, HeadType.RNN):
-        raise fields.error(f"{said.where} is {said.value!r}, expected vanilla, gated or rnn")
+        raise fields.error(
+            f"{said.where} is {said.value!r}, expected vanilla, gated or rnn",
+            "markov_head_type",
+        )
     if shown in (HeadType.GATED, HeadType.RNN) and shown != said.value:
         raise fields.error(
-            f"{said.where} is {said.value!r}, but the tensors are of a {shown.value!r} head ({sign})"
+            f"{said.where} is {said.value!r}, but the tensors are of a {shown.value!r} head ({sign})",
+            "markov_head_type",
         )
     notes.decide("head_type", said.value, said.where)
     return HeadType(said.value), rank
@@ -90,14 +94,18 @@ def _rank(
     said = fields.integer("markov_rank")
     if said is not None:
         if said.value < 0:
-            raise fields.error(f"{said.where} is {said.value}, expected 0 or more")
+            raise fields.error(
+                f"{said.where} is {said.value}, expected 0 or more", "markov_rank"
+            )
         notes.decide("markov_rank", said.value, said.where)
         return said.value
     if shown is HeadType.NONE:
         notes.decide("markov_rank", 0, "markov_rank is absent, and so are its tensors")
         return 0
     if _W1 not in tensors or len(tensors[_W1].shape) != 2:
-        raise fields.error("markov_rank is missing and cannot be read off the tensors")
+        raise fields.error(
+            "markov_rank is missing and cannot be read off the tensors", "markov_rank"
+        )
     rank = tensors[_W1].shape[1]
     notes.decide("markov_rank", rank, f"markov_rank is absent; width of {tensors[_W1].key}")
     notes.warn(f"config.json does not name markov_rank: {rank} was read off {tensors[_W1].key}")
@@ -120,9 +128,14 @@ def read_confidence(
     enabled = fields.flag("enable_confidence_head")
     found = sorted(ref.key for name, ref in tensors.items() if name.startswith(_CONFIDENCE))
     if enabled is not None and enabled.value and not found:
-        raise fields.error(f"{enabled.where} is true, but the files hold no confidence head")
+        raise fields.error(
+            f"{enabled.where} is true, but the files hold no confidence head",
+            "enable_confidence_head",
+        )
     if enabled is not None and not enabled.value and found:
-        raise fields.error(f"{enabled.where} is false, but the files hold {found[0]}")
+        raise fields.error(
+            f"{enabled.where} is false, but the files hold {found[0]}", "enable_confidence_head"
+        )
     if not found:
         reason = enabled.where if enabled else "no key and no tensor of one"
         notes.decide("confidence", ConfidenceInput.NONE.value, reason)
@@ -134,7 +147,8 @@ def read_confidence(
     kind, reason = _confidence_input(fields, dialect, tensors, decoder, rank)
     if kind is ConfidenceInput.HIDDEN_MARKOV and rank == 0:
         raise fields.error(
-            f"{reason}: a confidence head with Markov features needs markov_rank > 0"
+            f"{reason}: a confidence head with Markov features needs markov_rank > 0",
+            "confidence_head_with_markov",
         )
     notes.decide("confidence", kind.value, reason)
     return kind

@@ -19,6 +19,7 @@ from dspark_trt.config import (
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+MAX_LAYERS = 1000  # a corrupt count must not make the list of expected tensors endless
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,16 @@ def _rope(rope: RopeConfig) -> tuple[dict[str, Any], str]:
 class DraftOverrides:
     """What the user states instead of the files. None: the files decide.
 
-    ``gamma`` below the checkpoint's own drafts fewer tokens, above it is refused. ``revision`` is a
-    branch, tag or commit of a hub repository.
+    ``target_layer_ids`` are ours: i is the output of decoder layer i, -1 the embedding output. ``gamma``
+    below the checkpoint's own drafts fewer tokens, above it is refused. ``settings`` are keys of
+    config.json with other values. ``revision`` is a branch, tag or commit of a hub repository.
     """
 
     slot_semantics: SlotSemantics | None = None
     mask_token_id: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
     gamma: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
 
 

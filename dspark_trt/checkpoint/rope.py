@@ -44,11 +44,13 @@ def rope_from_fields(fields: Fields) -> RopeConfig:
         reason = f": {_REFUSED[kind]}" if kind in _REFUSED else ""
         raise fields.error(
             f"{where} asks for RoPE type {kind!r} (factor {factor}), which is not supported{reason}; "
-            f"supported: default, {', '.join(_KNOWN)}"
+            f"supported: default, {', '.join(_KNOWN)}",
+            where,
         )
     if unknown := sorted(scaling.keys() - _KNOWN[kind] - {"partial_rotary_factor"}):
         raise fields.error(
-            f"{where} has {kind} settings this reader does not know: {', '.join(unknown)}"
+            f"{where} has {kind} settings this reader does not know: {', '.join(unknown)}",
+            where,
         )
     read = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[kind]
     return read(fields, where, theta, scaling)
@@ -57,7 +59,7 @@ def rope_from_fields(fields: Fields) -> RopeConfig:
 def _linear(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> RopeConfig:
     factor = _number(fields, where, scaling, "factor")
     if factor is None:
-        raise fields.error(f"{where}: linear RoPE scaling needs factor")
+        raise fields.error(f"{where}: linear RoPE scaling needs factor", where)
     return RopeConfig(theta=theta, linear_factor=factor)
 
 
@@ -65,7 +67,7 @@ def _llama3(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -
     numbers = {key: _number(fields, where, scaling, key) for key in _LLAMA3_NUMBERS}
     given = {key: value for key, value in numbers.items() if value is not None}
     if missing := [key for key in _LLAMA3_NUMBERS if key not in given]:
-        raise fields.error(f"{where}: llama3 RoPE scaling needs {', '.join(missing)}")
+        raise fields.error(f"{where}: llama3 RoPE scaling needs {', '.join(missing)}", where)
     return RopeConfig(
         theta=theta,
         llama3_factor=given["factor"],
@@ -79,7 +81,9 @@ def _yarn(fields: Fields, where: str, theta: float, scaling: dict[str, Any]) -> 
     numbers = {key: _number(fields, where, scaling, key) for key in _YARN_NUMBERS}
     factor, positions = numbers["factor"], numbers["original_max_position_embeddings"]
     if factor is None or positions is None:
-        raise fields.error(f"{where}: YaRN needs factor and original_max_position_embeddings")
+        raise fields.error(
+            f"{where}: YaRN needs factor and original_max_position_embeddings", where
+        )
     attention = numbers["attention_factor"]
     mscale, mscale_all = numbers["mscale"], numbers["mscale_all_dim"]
     if attention is None and mscale and mscale_all and factor >= 1:
@@ -102,7 +106,7 @@ def _number(fields: Fields, where: str, scaling: dict[str, Any], key: str) -> fl
     if value is None:
         return None
     if not is_number(value):
-        raise fields.error(f"{where}.{key} is {value!r}, expected a number")
+        raise fields.error(f"{where}.{key} is {value!r}, expected a number", where)
     return float(value)
 
 
@@ -111,7 +115,8 @@ def _scaling(fields: Fields) -> tuple[str, dict[str, Any]]:
     given = [setting for key in _SCALING if (setting := fields.mapping(key)) is not None]
     if len(given) == 2 and given[0].value.items() - given[1].value.items():
         raise fields.error(
-            f"{given[0].where} {given[0].value} contradicts {given[1].where} {given[1].value}"
+            f"{given[0].where} {given[0].value} contradicts {given[1].where} {given[1].value}",
+            "rope_scaling",
         )
     if not given:
         return "rope_scaling", {}
@@ -119,17 +124,21 @@ def _scaling(fields: Fields) -> tuple[str, dict[str, Any]]:
     if any(isinstance(value, dict) for value in scaling.values()):
         raise fields.error(
             f"{where} has settings for each layer type ({', '.join(sorted(scaling))}), "
-            "which are not supported yet"
+            "which are not supported yet",
+            where,
         )
     if (
         scaling.get("rope_type")
         and scaling.get("type", scaling["rope_type"]) != scaling["rope_type"]
     ):
         raise fields.error(
-            f"{where}: rope_type is {scaling['rope_type']!r} but type is {scaling['type']!r}"
+            f"{where}: rope_type is {scaling['rope_type']!r} but type is {scaling['type']!r}",
+            where,
         )
     if (partial := scaling.get("partial_rotary_factor", 1)) != 1:
-        raise fields.error(f"{where}.partial_rotary_factor is {partial}, only 1 is supported")
+        raise fields.error(
+            f"{where}.partial_rotary_factor is {partial}, only 1 is supported", where
+        )
     return where, scaling
 
 
@@ -137,8 +146,12 @@ def _theta(fields: Fields, where: str, scaling: dict[str, Any]) -> float:
     top = fields.number("rope_theta")
     inner = _number(fields, where, scaling, "rope_theta")
     if top is not None and inner is not None and top.value != inner:
-        raise fields.error(f"{top.where} is {top.value} but {where}.rope_theta is {inner}")
+        raise fields.error(
+            f"{top.where} is {top.value} but {where}.rope_theta is {inner}", "rope_theta"
+        )
     theta = inner if top is None else float(top.value)
     if theta is None:
-        raise fields.error("rope_theta is missing, both at the top and in rope_parameters")
+        raise fields.error(
+            "rope_theta is missing, both at the top and in rope_parameters", "rope_theta"
+        )
     return theta

@@ -40,12 +40,15 @@ def read_vocabulary(
     said = fields.integer("draft_vocab_size")
     size = said.value if said else vocab
     if not 1 <= size <= vocab:
-        raise fields.error(f"draft_vocab_size is {size}, expected 1 to vocab_size {vocab}")
+        raise fields.error(
+            f"draft_vocab_size is {size}, expected 1 to vocab_size {vocab}", "draft_vocab_size"
+        )
     if D2T not in tensors:
         if size != vocab:
             raise fields.error(
                 f"draft_vocab_size is {size} of {vocab}, but the files hold no {D2T}, which says "
-                "which tokens those are"
+                "which tokens those are",
+                "draft_vocab_size",
             )
         return Vocabulary()
     ids = _target_ids(fields, tensors[D2T], size, vocab)
@@ -72,7 +75,8 @@ def target_tokens(d2t: TensorRef) -> list[int]:
 def _target_ids(fields: Fields, d2t: TensorRef, size: int, vocab: int) -> list[int]:
     if d2t.shape != (size,) or d2t.dtype not in _CODES:
         raise fields.error(
-            f"{d2t.key} is {d2t.dtype} {d2t.shape}, expected int64 ({size},) (draft_vocab_size)"
+            f"{d2t.key} is {d2t.dtype} {d2t.shape}, expected int64 ({size},) (draft_vocab_size)",
+            "draft_vocab_size",
         )
     ids = target_tokens(d2t)
     if all(left < right for left, right in pairwise(ids)) and ids[0] >= 0 and ids[-1] < vocab:

@@ -24,7 +24,8 @@ def read_windows(
     if use_swa is not None:
         if sliding and not use_swa.value:
             raise fields.error(
-                f"{use_swa.where} is false, but layer_types holds {_WINDOWED!r}: remove the wrong one"
+                f"{use_swa.where} is false, but layer_types holds {_WINDOWED!r}: remove the wrong one",
+                "layer_types",
             )
         # The Model-Optimizer exporter leaves layer_types at full_attention (NVIDIA/Model-Optimizer#2149).
         windowed = (sliding or list(range(num_layers))) if use_swa.value else []
@@ -77,12 +78,14 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
     if other := [kind for kind in types.value if kind not in (_WINDOWED, _FULL)]:
         raise fields.error(
             f"{types.where} holds {other[0]!r}, which is not supported "
-            f"(only {_FULL!r} and {_WINDOWED!r})"
+            f"(only {_FULL!r} and {_WINDOWED!r})",
+            "layer_types",
         )
     if _WINDOWED in types.value and len(types.value) != num_layers:
         raise fields.error(
             f"{types.where} has {len(types.value)} entries, expected {num_layers} "
-            "(num_hidden_layers)"
+            "(num_hidden_layers)",
+            "layer_types",
         )
     return types.value
 
@@ -107,10 +110,14 @@ def _size(fields: Fields, reason: str) -> Setting[int]:
     sizes = [fields.integer(key) for key in ("swa_window_size", "sliding_window")]
     given = [size for size in sizes if size is not None]
     if not given:
-        raise fields.error(f"{reason} asks for a sliding window, but sliding_window is missing")
+        raise fields.error(
+            f"{reason} asks for a sliding window, but sliding_window is missing",
+            "sliding_window",
+        )
     if given[0].value != given[-1].value:
         raise fields.error(
             f"{given[0].where} is {given[0].value}, but {given[-1].where} is {given[-1].value}: "
-            "remove the wrong one"
+            "remove the wrong one",
+            "sliding_window",
         )
     return given[0]

@@ -13,6 +13,7 @@ from dspark_trt.cli.prompts import (
     read_record,
     shipped_prompts,
 )
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; default: chosen for the bundle.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for bench.json and bench.md.", show_default=False),
@@ -75,7 +77,7 @@ def command(
         seed=seed,
     )
     asked = _prompts(loaded, prompts)
-    opened = open_backend(backend, loaded, BackendOptions(threads=threads))
+    opened = open_backend(backend, loaded, BackendOptions(threads=threads, device=device))
     with err_console.status("measuring") as status:
         result = run_bench(
             opened,

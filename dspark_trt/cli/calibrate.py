@@ -9,6 +9,7 @@ from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import read_prompts
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def command(
         typer.Option(help="sts (temperatures), affine (slope and offset), auto (the better)."),
     ] = "auto",
     bins: Annotated[int, typer.Option(help="Bins of the calibration error.")] = 10,
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     plots: Annotated[
         Path | None, typer.Option(help="Folder for PNG figures.", show_default=False)
     ] = None,
@@ -56,7 +59,10 @@ def command(
         raise RequestError(f"--bins must be at least 2, got {bins}")
     loaded = load_bundle(bundle, verify_hashes=False)
     rounds, estimator = _with_logits(
-        loaded, _read_or_collect(loaded, traces, prompts, temperature)
+        loaded,
+        _collect(loaded, prompts, temperature, backend, device)
+        if traces is None
+        else _read(loaded, traces),
     )
     calibration = fit_calibration(rounds, method=Method(method), bins=bins)
     if estimator is not None:
@@ -77,14 +83,10 @@ def command(
         console.print(f"written: {written}", highlight=False, soft_wrap=True)
 
 
-def _read_or_collect(
-    bundle: "Bundle", traces: Path | None, prompts: Path | None, temperature: float
-) -> "Traces":
-    """Rounds to fit on: from a file, or from prompts that the engine answers now."""
+def _read(bundle: "Bundle", traces: Path) -> "Traces":
+    """Rounds to fit on, from a file."""
     from dspark_trt.runtime.traces import load_traces
 
-    if traces is None:
-        return _collect(bundle, prompts, temperature)
     rounds = load_traces(traces)
     if rounds.gamma != bundle.draft.gamma:
         raise RequestError(
@@ -94,7 +96,11 @@ def _read_or_collect(
     return rounds
 
 
-def _collect(bundle: "Bundle", file: Path | None, temperature: float) -> "Traces":
+def _collect(
+    bundle: "Bundle", file: Path | None, temperature: float, backend: str, device: str | None
+) -> "Traces":
+    """Rounds to fit on, from prompts that the engine answers now."""
+    from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.engine import Engine, EngineOptions
     from dspark_trt.runtime.text import TextCodec
     from dspark_trt.runtime.trace_collection import collect_traces
@@ -103,7 +109,13 @@ def _collect(bundle: "Bundle", file: Path | None, temperature: float) -> "Traces
     options = EngineOptions(max_batch=8)
     scheduler = f"fixed:{bundle.draft.gamma}"
     with (
-        Engine.load(bundle, options=options, scheduler=scheduler) as engine,
+        Engine.load(
+            bundle,
+            backend=backend,
+            backend_options=BackendOptions(device=device),
+            options=options,
+            scheduler=scheduler,
+        ) as engine,
         err_console.status("collecting rounds") as status,
     ):
         return collect_traces(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import BackendError, RequestError
 
@@ -45,7 +46,8 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; default: all usable.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     show: Annotated[
         bool, typer.Option(help="Colour tokens: drafted green, bonus cyan, corrected yellow.")
     ] = False,
@@ -70,7 +72,7 @@ def command(
     with Engine.load(
         loaded,
         backend=backend,
-        backend_options=BackendOptions(threads=threads),
+        backend_options=BackendOptions(threads=threads, device=device),
         options=EngineOptions(max_batch=1, prefix_cache_bytes=_PREFIX_CACHE_BYTES),
     ) as engine:
         chat = Chat(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads.", show_default=False)
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="PNG: acceptance by position, and speed.", show_default=False),
@@ -71,7 +73,7 @@ def command(
             listed,
             plan,
             backend=backend,
-            options=BackendOptions(threads=threads),
+            options=BackendOptions(threads=threads, device=device),
             progress=lambda text: status.update(escape(text)),
         )
     saved = None

@@ -7,14 +7,16 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
+from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.checkpoint.convert import convert_draft
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.reading import (
     MaskTokenId,
     Revision,
     SampleFromAnchor,
-    slot_semantics_from_flag,
+    Settings,
+    TargetLayerIds,
+    overrides_from_flags,
 )
 
 
@@ -40,19 +42,30 @@ def command(
     ] = None,
     sample_from_anchor: SampleFromAnchor = None,
     mask_token_id: MaskTokenId = None,
+    target_layer_ids: TargetLayerIds = None,
+    settings: Settings = None,
     revision: Revision = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing drafter.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a drafter in another project's layout: the same bytes under other names."""
-    overrides = DraftOverrides(
-        slot_semantics=slot_semantics_from_flag(sample_from_anchor),
+    overrides = overrides_from_flags(
+        sample_from_anchor=sample_from_anchor,
         mask_token_id=mask_token_id,
+        target_layer_ids=target_layer_ids,
+        settings=settings,
         revision=revision,
     )
     draft = read_draft(checkpoint, overrides=overrides)
     served = None if target is None else read_target(target)
-    written = convert_draft(draft, output, to=to, target=served, overwrite=overwrite)
+    written = convert_draft(
+        draft,
+        output,
+        to=to,
+        target=served,
+        settings=overrides.settings,
+        overwrite=overwrite,
+    )
     size = sum(ref.nbytes for ref in written.tensors.values())
     warnings = [*draft.warnings, *written.warnings]
     for warning in warnings:

@@ -17,7 +17,9 @@ from dspark_trt.cli.reading import (
     Gamma,
     MaskTokenId,
     SampleFromAnchor,
-    slot_semantics_from_flag,
+    Settings,
+    TargetLayerIds,
+    overrides_from_flags,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ def command(
     ] = None,
     gamma: Gamma = None,
     mask_token_id: MaskTokenId = None,
+    target_layer_ids: TargetLayerIds = None,
+    settings: Settings = None,
     sample_from_anchor: SampleFromAnchor = None,
     fused_verify: Annotated[
         bool,
@@ -76,12 +80,14 @@ def command(
     require_extra("export", ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"))
     # A stopped export cleans up as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from dspark_trt.checkpoint import DraftOverrides, read_draft, read_target
+    from dspark_trt.checkpoint import read_draft, read_target
 
     started = time.perf_counter()
-    overrides = DraftOverrides(
-        slot_semantics=slot_semantics_from_flag(sample_from_anchor),
+    overrides = overrides_from_flags(
+        sample_from_anchor=sample_from_anchor,
         mask_token_id=mask_token_id,
+        target_layer_ids=target_layer_ids,
+        settings=settings,
         gamma=gamma,
         revision=draft_revision,
     )

@@ -10,6 +10,7 @@ import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_record
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import RequestError
 
@@ -52,7 +53,8 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; default: all usable.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     scheduler: Annotated[
         str, typer.Option(help="auto, fixed:K, threshold:C, algorithm1 or async.")
     ] = "auto",
@@ -95,7 +97,7 @@ def command(
     with Engine.load(
         loaded,
         backend=backend,
-        backend_options=BackendOptions(threads=threads),
+        backend_options=BackendOptions(threads=threads, device=device),
         options=EngineOptions(max_batch=max_batch, max_tokens_per_step=max(512, max_batch)),
         scheduler=scheduler,
     ) as engine:

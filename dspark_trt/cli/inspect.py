@@ -35,7 +35,9 @@ from dspark_trt.cli.reading import (
     MaskTokenId,
     Revision,
     SampleFromAnchor,
-    slot_semantics_from_flag,
+    Settings,
+    TargetLayerIds,
+    overrides_from_flags,
 )
 from dspark_trt.config import DecoderConfig
 from dspark_trt.errors import CheckpointError
@@ -72,14 +74,18 @@ def command(
     ] = None,
     sample_from_anchor: SampleFromAnchor = None,
     mask_token_id: MaskTokenId = None,
+    target_layer_ids: TargetLayerIds = None,
+    settings: Settings = None,
     gamma: Gamma = None,
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a bundle or engine holds, or how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
-    overrides = DraftOverrides(
-        slot_semantics=slot_semantics_from_flag(sample_from_anchor),
+    overrides = overrides_from_flags(
+        sample_from_anchor=sample_from_anchor,
         mask_token_id=mask_token_id,
+        target_layer_ids=target_layer_ids,
+        settings=settings,
         gamma=gamma,
         revision=revision,
     )

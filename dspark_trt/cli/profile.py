@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; engines must use as many.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     plot: Annotated[
         Path | None, typer.Option(help="PNG of the curve.", show_default=False)
     ] = None,
@@ -71,7 +73,7 @@ def command(
         costs: CostModel = load_cost_table(import_file).require_informative()
         report: dict[str, Any] = {"imported": str(import_file)}
     else:
-        opened = open_backend(backend, loaded, BackendOptions(threads=threads))
+        opened = open_backend(backend, loaded, BackendOptions(threads=threads, device=device))
         plan = replace(
             default_plan(opened, max_requests=max_requests),
             seconds=seconds,

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of commands that read a drafter: what to take it for, whatever its files say."""
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 
+from dspark_trt.checkpoint import DraftOverrides
 from dspark_trt.config import SlotSemantics
+from dspark_trt.errors import CheckpointError
 
 SampleFromAnchor = Annotated[
     bool | None,
@@ -19,6 +22,24 @@ MaskTokenId = Annotated[
     int | None,
     typer.Option(help="Mask token, where the files lack it.", show_default=False),
 ]
+TargetLayerIds = Annotated[
+    str | None,
+    typer.Option(
+        help="Tapped layers, as 1,9,17, whatever the files say: i is the output of decoder layer i, -1 the "
+        "embedding.",
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of config.json that counts instead of the file's; VALUE is JSON, null: absent. May be "
+        "repeated.",
+        show_default=False,
+    ),
+]
 Gamma = Annotated[
     int | None, typer.Option(help="Draft fewer tokens than trained.", show_default=False)
 ]
@@ -27,7 +48,47 @@ Revision = Annotated[
 ]
 
 
-def slot_semantics_from_flag(sample_from_anchor: bool | None) -> SlotSemantics | None:
-    if sample_from_anchor is None:
-        return None
-    return SlotSemantics.ANCHOR_FIRST if sample_from_anchor else SlotSemantics.IN_PLACE
+def overrides_from_flags(
+    *,
+    sample_from_anchor: bool | None,
+    mask_token_id: int | None,
+    target_layer_ids: str | None,
+    settings: list[str] | None,
+    revision: str | None,
+    gamma: int | None = None,
+) -> DraftOverrides:
+    """What these options state.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    semantics = None
+    if sample_from_anchor is not None:
+        semantics = SlotSemantics.ANCHOR_FIRST if sample_from_anchor else SlotSemantics.IN_PLACE
+    return DraftOverrides(
+        slot_semantics=semantics,
+        mask_token_id=mask_token_id,
+        target_layer_ids=None if target_layer_ids is None else _layers(target_layer_ids),
+        gamma=gamma,
+        settings=dict(map(_setting, settings or ())),
+        revision=revision,
+    )
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise CheckpointError(
+            f"--target-layer-ids is {text!r}, expected layers such as 1,9,17"
+        ) from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise CheckpointError(f"--set is {text!r}, expected KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value  # a string needs no quotes

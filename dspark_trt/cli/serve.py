@@ -13,6 +13,7 @@ import typer
 
 from dspark_trt.cli.extras import require_extra
 from dspark_trt.cli.output import err_console
+from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import DSparkError, RequestError
 
 _KEYS_VARIABLE = "DSPARK_API_KEYS"
@@ -73,7 +74,8 @@ def command(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; default: all usable.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
+    device: DeviceName = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line to stdout when listening.")
     ] = False,
@@ -112,7 +114,7 @@ def command(
         engine = Engine.load(
             bundle,
             backend=backend,
-            backend_options=BackendOptions(threads=threads),
+            backend_options=BackendOptions(threads=threads, device=device),
             options=options,
             scheduler=scheduler,
         )

@@ -269,7 +269,7 @@ def test_size_of_the_draft_vocabulary_against_the_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "layout"),
     [
-        ("mtp.0.main_norm.weight", "DeepSeek-V4 mtp"),
+        ("mtp.fc.weight", "mtp"),
         ("selector_proj.weight", "DFlash2"),
     ],
 )
@@ -336,7 +336,7 @@ def test_gemma4_uses_the_sizes_of_full_attention(tmp_path: Path) -> None:
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ({"attention_k_eq_v": None}, "attention_k_eq_v is missing"),
         ({"attention_k_eq_v": False}, r"missing: layers\.0\.self_attn\.v_proj\.weight"),
-        ({"final_logit_softcapping": 0}, "logit soft cap must be positive, got 0"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, expected a positive number"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types holds 'sliding_attention'; Gemma4"),
         ({"num_kv_shared_layers": 1, "use_double_wide_mlp": True}, "wide MLPs are not supported"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},

@@ -171,7 +171,7 @@ def test_mask_token(tmp_path: Path) -> None:
         read_draft(path)
     edit_config(path, drop=["mask_token_id"])
     with pytest.raises(
-        CheckpointError, match="mask_token_id is missing: give it with --mask-token-id"
+        CheckpointError, match=r"mask_token_id is missing \(override: --mask-token-id ID\)"
     ):
         read_draft(path)
     checkpoint = read_draft(path, overrides=DraftOverrides(mask_token_id=7))

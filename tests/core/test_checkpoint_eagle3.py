@@ -58,7 +58,7 @@ def test_steps_come_from_training_or_from_a_flag(tmp_path: Path) -> None:
     said = write_eagle3_draft(tmp_path / "speculators", layout="speculators", gamma=6)
     assert read_draft(said).config.gamma == 6
     silent = write_eagle3_draft(tmp_path / "authors", layout="authors")
-    with pytest.raises(CheckpointError, match="give a number with --gamma"):
+    with pytest.raises(CheckpointError, match="give it with --gamma"):
         read_draft(silent)
     with pytest.raises(CheckpointError, match=r"gamma is 0 .asked for., expected at least 1"):
         read_draft(silent, overrides=DraftOverrides(gamma=0))
@@ -88,8 +88,8 @@ def test_normed_residual_is_read(tmp_path: Path) -> None:
         ("deepspec", {"target_layer_ids": [0, 3]}, "target_layer_ids .0, 3. taps the last of 4"),
         ("deepspec", {"target_layer_ids": None}, "target_layer_ids is missing"),
         ("deepspec", {"num_hidden_layers": 2}, "num_hidden_layers is 2: Eagle3 drafters .* 1 layer"),
-        ("deepspec", {"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding windows"),
-        ("authors", {"eagle_config": None}, "the reference takes 2, N/2 and N-3"),
+        ("deepspec", {"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding_window is 8: .*without windows"),
+        ("authors", {"eagle_config": None}, "the reference taps 2, N/2 and N-3"),
         ("speculators", {"eagle_aux_hidden_state_layer_ids": [3, 1]}, "is not strictly increasing"),
         ("speculators", {"draft_vocab_size": 100}, r"d2t is int64 \(320,\), expected int64 \(100,\)"),
     ],

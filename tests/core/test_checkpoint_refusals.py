@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every wrong setting, in every dialect, gets one sentence: the key, its value, what was expected, and a flag.
+
+The flag is then used as the sentence says, and the drafter must be read as if its file were right.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark_trt.checkpoint import DraftCheckpoint, DraftOverrides, read_draft
+from dspark_trt.checkpoint.convert import convert_draft
+from dspark_trt.errors import CheckpointError
+from tests.checkpoints import (
+    EAGLE3_LAYOUTS,
+    LAYOUTS,
+    edit_config,
+    edit_tensors,
+    write_draft,
+    write_eagle3_draft,
+    write_gemma_draft,
+)
+from tests.checkpoints_deepseek import write_deepseek_draft
+
+IDS = (0, 2)  # layers that all writers tap
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    **{layout: partial(write_draft, layout=layout) for layout in LAYOUTS},
+    **{
+        f"eagle3-{layout}": partial(write_eagle3_draft, layout=layout)
+        for layout in EAGLE3_LAYOUTS
+    },
+    "gemma4": write_gemma_draft,
+    "deepseek-v4": partial(write_deepseek_draft, target_layer_ids=IDS),
+}
+SPELLINGS = {
+    "enable_confidence_head": ("use_confidence_head",),
+    "mask_token_id": ("noise_token_id",),
+    "target_layer_ids": ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
+}
+STEPS = {"eagle3-authors": 4}  # which this layout does not record
+# Another meaning, or another sentence, under the same key.
+ELSEWHERE = {("gemma4", "rope_theta"), ("deepseek-v4", "num_hidden_layers")}
+WITHOUT_DEPTH = {"speculators", "eagle3-authors", "eagle3-speculators"}  # only the target tells
+
+# key, wrong value (None: the key is gone), what the sentence expects instead
+WRONG: list[tuple[str, Any, str]] = [
+    ("hidden_size", "64", "expected an integer"),
+    ("num_attention_heads", 0, "expected at least 1"),
+    ("num_hidden_layers", 5000, "expected at most|with 1 layer"),
+    ("vocab_size", None, "is missing"),
+    ("rms_norm_eps", "small", "expected a finite number"),
+    ("hidden_act", "gelu", "only 'silu'"),
+    ("rope_theta", None, "is missing"),
+    ("max_position_embeddings", True, "expected an integer"),
+    ("layer_types", ["linear_attention"], "only 'full_attention'|'full_attention' only"),
+    ("block_size", 0, "proposes no token"),
+    ("num_target_layers", 0, "at least 1"),
+    ("target_layer_ids", [3, 1], "not strictly increasing"),
+    ("target_layer_ids", "all", "expected a list of integers"),
+    ("mask_token_id", 100_000, "outside the embedding of"),
+    ("mask_token_id", None, "is missing"),
+    ("markov_rank", -1, "expected (0 or more|at least 1)"),
+    ("markov_head_type", "tree", "expected vanilla, gated or rnn"),
+    ("enable_confidence_head", "yes", "expected true or false"),
+    ("enable_confidence_head", False, "but the files hold confidence"),
+    ("sample_from_anchor", "no", "expected true or false"),
+    ("shift_label", 1, "expected true or false"),
+    ("draft_vocab_size", 100_000, "expected 1 to vocab_size"),
+    ("norm_before_residual", 0, "expected true or false"),
+    ("attention_k_eq_v", None, "is missing"),
+    ("final_logit_softcapping", -1, "expected a positive number"),
+    ("n_routed_experts", 10**9, "beyond"),
+]
+
+
+def places(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where a config.json has a setting, under which name."""
+    names = [key, *SPELLINGS.get(key, ())]
+    for name in [*names, *(f"dspark_{name}" for name in names)]:
+        for place in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if name in place:
+                yield place, name
+
+
+def written(folder: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    path = WRITERS[name](folder)
+    return path, json.loads((path / "config.json").read_text())
+
+
+def of(name: str) -> DraftOverrides:
+    return DraftOverrides(gamma=STEPS.get(name))
+
+
+def as_the_sentence_says(text: str, overrides: DraftOverrides, right: Any) -> DraftOverrides:
+    """The flag at the end of a sentence, with the right value."""
+    flag = re.search(r"\(override: (--[^()]*)\)|give it with (--[\w-]+)", text)
+    assert flag is not None, text
+    name, _, rest = (flag[1] or flag[2]).partition(" ")
+    match name:
+        case "--mask-token-id":
+            return replace(overrides, mask_token_id=right)
+        case "--target-layer-ids":
+            return replace(overrides, target_layer_ids=IDS)
+        case "--set":
+            return replace(overrides, settings={rest.partition("=")[0]: right})
+    raise AssertionError(text)
+
+
+def refusal(
+    path: Path,
+    config: dict[str, Any],
+    found: list[tuple[dict[str, Any], str]],
+    wrong: Any,
+    overrides: DraftOverrides,
+) -> tuple[str, Any]:
+    """What is said of a wrong value in all these places, and the right one."""
+    for place, spelling in found:
+        right = place[spelling]
+        place[spelling] = wrong
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        read_draft(path, overrides=overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(f"{path / 'config.json'}: ")
+    return text, right
+
+
+def shown(wrong: Any) -> str:
+    """A list of one is shown by its element; true and false are JSON's or Python's."""
+    is_single = isinstance(wrong, list) and len(wrong) == 1
+    return str(wrong[0] if is_single else wrong).lower()
+
+
+@pytest.mark.parametrize("name", sorted(WRITERS.keys() - WITHOUT_DEPTH))
+def test_layers_beyond_the_target(tmp_path: Path, name: str) -> None:
+    path, config = written(tmp_path / "draft", name)
+    found = list(places(config, "target_layer_ids"))
+    text, _ = refusal(path, config, found, [1, 40], of(name))
+    assert re.search(r"\[1, 40\] must lie in -1..[23] for a target of 4 layers", text)
+    overrides = as_the_sentence_says(text, of(name), list(IDS))
+    assert read_draft(path, overrides=overrides).config.target_layer_ids == IDS
+
+
+@pytest.mark.parametrize(("key", "wrong", "expectation"), WRONG)
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_wrong_setting(
+    tmp_path: Path, name: str, key: str, wrong: Any, expectation: str
+) -> None:
+    path, config = written(tmp_path / "draft", name)
+    sound = read_draft(path, overrides=of(name))
+    found = list(places(config, key))
+    if (name, key) in ELSEWHERE or not found:
+        assert (name, key) in ELSEWHERE or f'"{key}"' not in json.dumps(config)
+        return
+    text, right = refusal(path, config, found, wrong, of(name))
+    assert any(spelling in text for spelling in (key, *(spelling for _, spelling in found)))
+    assert wrong is None or shown(wrong) in text.lower()
+    assert re.search(expectation, text)
+    mended = read_draft(path, overrides=as_the_sentence_says(text, of(name), right))
+    assert mended.config == sound.config
+    assert mended.tensors.keys() == sound.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "nested", "settings"),
+    [
+        ("zlab-dflash", {"block_size": 9}, "dflash_config", {"block_size": 5}),
+        ("specforge", {"markov_rank": 8}, None, {"markov_rank": 16}),
+        ("deepspec", {"dflash_config": {"use_swa": True}}, None, {"use_swa": None}),
+        ("deepspec", {"rope_parameters": {"rope_theta": 5.0}}, None, {"rope_parameters": None}),
+        ("deepspec", {"rope_scaling": {"type": "yarn"}}, None, {"rope_scaling": None}),
+        ("deepspec", {"rope_scaling": {"type": "longrope"}}, None, {"rope_scaling": None}),
+        ("speculators", {"markov_rank": 8}, None, {"markov_rank": 16}),  # not that of the tensors
+        ("model-optimizer", {"hidden_size": 32}, None, {"hidden_size": 64}),
+        ("deepspec", {"num_hidden_layers": 3}, None, {"num_hidden_layers": 2}),
+        ("deepspec", {"confidence_head_with_markov": False}, None,
+         {"confidence_head_with_markov": True}),
+    ],
+)  # fmt: skip
+def test_contradictions(
+    tmp_path: Path,
+    layout: str,
+    changes: dict[str, Any],
+    nested: str | None,
+    settings: dict[str, Any],
+) -> None:
+    path = write_draft(tmp_path / "draft", layout=layout)
+    sound = read_draft(path)
+    edit_config(path, changes, nested=nested)
+    with pytest.raises(CheckpointError, match=r"\(override: --set \w+=VALUE\)") as caught:
+        read_draft(path)
+    assert "\n" not in str(caught.value)
+    assert read_draft(path, overrides=DraftOverrides(settings=settings)).config == sound.config
+
+
+def test_what_no_setting_mends_names_no_flag(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", layout="speculators", drafted=(1, 4, 9, 300))
+    edit_tensors(path, lambda w: w.update({"t2d": torch.ones(320, dtype=torch.bool)}))
+    with pytest.raises(CheckpointError, match=r"maps come from different files$"):
+        read_draft(path)
+
+
+def test_misspelt_settings_are_refused(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft")
+    overrides = DraftOverrides(settings={"markov_rnak": 16, "markov_rank": 16})
+    with pytest.raises(CheckpointError, match="--set markov_rnak: no setting of this format"):
+        read_draft(path, overrides=overrides)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_tapped_layers_can_be_stated(tmp_path: Path, name: str) -> None:
+    """In one convention for all: a file that counts in another is contradicted, and says so."""
+    path, config = written(tmp_path / "draft", name)
+    other = (-1, 1)
+    read = read_draft(path, overrides=replace(of(name), target_layer_ids=other))
+    assert read.config.target_layer_ids == other
+    decided = next(item for item in read.decisions if item.name == "target_layer_ids")
+    assert (decided.value, decided.reason[:9]) == (list(other), "asked for")
+    assert any("tapped layers [-1, 1] as asked; " in text for text in read.warnings)
+    with pytest.raises(
+        CheckpointError, match=r"target_layer_ids \[2, 1\] \(asked for\) is not"
+    ):
+        read_draft(path, overrides=replace(of(name), target_layer_ids=(2, 1)))
+    for place, spelling in places(config, "target_layer_ids"):
+        del place[spelling]
+    (path / "config.json").write_text(json.dumps(config))
+    if name != "zlab-dflash":  # which has a default
+        with pytest.raises(CheckpointError, match=r"is missing.*--target-layer-ids I,J"):
+            read_draft(path, overrides=of(name))
+    silent = read_draft(path, overrides=replace(of(name), target_layer_ids=IDS))
+    assert silent.config.target_layer_ids == IDS
+    assert not any("as asked" in text for text in silent.warnings)
+
+
+def test_stated_settings_reach_a_converted_drafter(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", config={"rope_theta": None})
+    settings = {"rope_theta": 10_000.0}
+    draft: DraftCheckpoint = read_draft(path, overrides=DraftOverrides(settings=settings))
+    copy = convert_draft(draft, tmp_path / "copy", to="speculators", settings=settings)
+    assert copy.config.decoder == draft.config.decoder
+
+
+def test_flags_of_the_command_line(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from dspark_trt.cli import build_app
+
+    path = write_eagle3_draft(
+        tmp_path / "draft", layout="authors", config={"eagle_config": None}
+    )
+
+    def inspect(*flags: str) -> Any:
+        command = ["inspect", str(path), "--json", "--gamma", "3", *flags]
+        result = CliRunner().invoke(build_app(), command)
+        if result.exception is not None:
+            raise result.exception
+        return json.loads(result.stdout)["decisions"]
+
+    with pytest.raises(
+        CheckpointError, match=r"is missing.*\(override: --target-layer-ids I,J,"
+    ):
+        inspect()
+    assert inspect("--target-layer-ids", "0,2")["target_layer_ids"]["value"] == [0, 2]
+    stated = inspect(
+        "--set", "eagle_aux_hidden_state_layer_ids=[1,3]", "--set", "hidden_act=silu"
+    )
+    assert stated["target_layer_ids"]["value"] == [0, 2]
+    for flags, text in (
+        (("--target-layer-ids", "0;2"), "expected layers such as 1,9,17"),
+        (("--set", "markov_rank"), "expected KEY=VALUE"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            inspect(*flags)
