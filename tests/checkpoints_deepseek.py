@@ -4,6 +4,8 @@
 Written from what is public about the layout; nothing here uses the reader under test.
 """
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,10 @@ def write_deepseek_draft(
 
 def deepseek_weights(sizes: StageDims, *, seed: int = 0) -> Weights:
     """Random weights under the names of the files, float32."""
+    return random_weights(deepseek_shapes(sizes), seed)
+
+
+def deepseek_shapes(sizes: StageDims) -> dict[str, tuple[int, ...]]:
     hidden, mixes = sizes.hidden, (2 + sizes.streams) * sizes.streams
     queries, outputs = sizes.heads * sizes.head_dim, sizes.groups * sizes.output_rank
     stage: dict[str, tuple[int, ...]] = {
@@ -151,7 +157,7 @@ def deepseek_weights(sizes: StageDims, *, seed: int = 0) -> Weights:
         for name, shape in stage.items()
     }
     last = f"mtp.{sizes.stages - 1}."
-    shapes |= {
+    return shapes | {
         "embed.weight": (sizes.vocab, hidden),
         "head.weight": (sizes.vocab, hidden),
         "mtp.0.main_proj.weight": (hidden, len(sizes.target_layer_ids) * hidden),
@@ -164,7 +170,6 @@ def deepseek_weights(sizes: StageDims, *, seed: int = 0) -> Weights:
         last + "markov_head.markov_w2.weight": (sizes.vocab, sizes.rank),
         last + "confidence_head.proj.weight": (1, hidden + sizes.rank),
     }
-    return random_weights(shapes, seed)
 
 
 _EXPERT_WEIGHTS = ".experts."
@@ -221,12 +226,34 @@ def _spread(
     return scale
 
 
-def released_json() -> dict[str, Any]:
-    """config.json with the sizes of DeepSeek-V4-Flash-DSpark."""
+def write_released_sizes(path: Path) -> int:
+    """A file without data that has the sizes and dtypes of DeepSeek-V4-Flash-DSpark; returns how many
+    tensors are in `mtp.*`.
+    """
     sizes = StageDims(
         hidden=4096, vocab=129280, max_positions=1 << 20, target_layers=43,
         target_layer_ids=(40, 41, 42), stages=3, heads=64, head_dim=512, rotary=64, query_rank=1024,
         groups=8, output_rank=1024, experts=256, per_token=6, inner=2048, streams=4, sinkhorn=20,
         window=128, gamma=5, rank=256, mask=128799,
     )  # fmt: skip
-    return sizes.config_json() | {"swiglu_limit": 10.0}
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}  # dtype, shape, bytes an element
+    for name, shape in deepseek_shapes(sizes).items():
+        scale = name.removesuffix("weight") + "scale"
+        if _EXPERT_WEIGHTS in name:
+            tensors[name] = ("I8", (shape[0], shape[1] // 2), 1)
+            tensors[scale] = ("F8_E8M0", (shape[0], shape[1] // 32), 1)
+        elif any(part in name for part in _FP8_WEIGHTS):
+            tensors[name] = ("F8_E4M3", shape, 1)
+            tensors[scale] = ("F8_E8M0", tuple(-(-size // 128) for size in shape), 1)
+        else:
+            tensors[name] = ("F32", shape, 4) if "hc_" in name else ("BF16", shape, 2)
+    header, end = {}, 0
+    for name, (dtype, dims, size) in tensors.items():
+        begin, end = end, end + math.prod(dims) * size
+        header[name] = {"dtype": dtype, "shape": dims, "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    write_json(path / "config.json", sizes.config_json() | {"swiglu_limit": 10.0})
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+    return sum(name.startswith("mtp.") for name in tensors)

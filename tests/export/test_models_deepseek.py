@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4 drafters against float64 NumPy, written again from the published equations."""
+"""DeepSeek-V4 drafters against float64 NumPy and the layers of transformers; FP8 and FP4 read exactly."""
 
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark_trt.checkpoint import DraftOverrides, read_draft
 from dspark_trt.config import DraftConfig
+from dspark_trt.models.deepseek import DeepseekBackbone
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.loading import load_drafter
 from tests.checkpoints import Weights
@@ -23,124 +24,10 @@ from tests.checkpoints_deepseek import (
     quantise,
     write_deepseek_draft,
 )
-from tests.export.draft_reference import ANCHORS, CONTEXT, NEW, all_taps, prepared, rms, sigmoid
+from tests.export.deepseek_reference import Reference
+from tests.export.draft_reference import ANCHORS, CONTEXT, NEW, Doubles, all_taps, prepared
 
-Doubles = NDArray[np.float64]
 SIZES = StageDims()
-
-
-class Reference:
-    """One request, no cache, over the tensor names of the files."""
-
-    def __init__(self, weights: dict[str, Doubles], sizes: StageDims, limit: float) -> None:
-        self.w, self.sizes, self.limit = weights, sizes, limit
-
-    def draft(self, taps: Doubles, anchor: int) -> tuple[list[int], Doubles, Doubles]:
-        """Greedy tokens, logits `[γ, V]`, confidence logits `[γ]`; the anchor sits behind the taps."""
-        w, last = self.w, f"mtp.{self.sizes.stages - 1}."
-        tokens, logits, scores, previous = [], [], [], anchor
-        for h in self.hidden(taps, anchor):
-            e = w[last + "markov_head.markov_w1.weight"][previous]
-            step = w["head.weight"] @ rms(h, w[last + "norm.weight"])
-            step = step + w[last + "markov_head.markov_w2.weight"] @ e
-            scores.append(w[last + "confidence_head.proj.weight"][0] @ np.concatenate([h, e]))
-            previous = int(step.argmax())
-            tokens.append(previous)
-            logits.append(step)
-        return tokens, np.stack(logits), np.array(scores)
-
-    def hidden(self, taps: Doubles, anchor: int) -> Doubles:  # [N, m*H] -> [γ, H], before the norm
-        w, sizes = self.w, self.sizes
-        context = rms(taps @ w["mtp.0.main_proj.weight"].T, w["mtp.0.main_norm.weight"])
-        block = w["embed.weight"][[anchor] + [sizes.mask] * (sizes.gamma - 1)]
-        streams = np.stack([block] * sizes.streams, 1)  # [γ, S, H]
-        for stage in range(sizes.stages):
-            p = f"mtp.{stage}."
-
-            def attend(x: Doubles, p: str = p) -> Doubles:
-                return self.attention(p + "attn.", context, rms(x, w[p + "attn_norm.weight"]))
-
-            def feed(x: Doubles, p: str = p) -> Doubles:
-                return self.experts(p + "ffn.", rms(x, w[p + "ffn_norm.weight"]))
-
-            streams = self.connected(p + "hc_attn_", streams, attend)
-            streams = self.connected(p + "hc_ffn_", streams, feed)
-        fn, base, scale = (w[f"{p}hc_head_{part}"] for part in ("fn", "base", "scale"))
-        gates = sigmoid(unit(streams.reshape(len(block), -1)) @ fn.T * scale + base) + 1e-6
-        return np.asarray(np.einsum("ks,ksh->kh", gates, streams))
-
-    def connected(
-        self, p: str, streams: Doubles, block: Callable[[Doubles], Doubles]
-    ) -> Doubles:
-        count, w = self.sizes.streams, self.w
-        mixes = unit(streams.reshape(len(streams), -1)) @ w[p + "fn"].T
-        scale, base = w[p + "scale"], w[p + "base"]
-        entering, given, combined = [], [], []
-        for row, x in zip(mixes, streams, strict=True):
-            gate = sigmoid(row[:count] * scale[0] + base[:count]) + 1e-6
-            entering.append(gate @ x)
-            given.append(
-                2 * sigmoid(row[count : 2 * count] * scale[1] + base[count : 2 * count])
-            )
-            mix = (row[2 * count :] * scale[2] + base[2 * count :]).reshape(count, count)
-            mix = np.exp(mix) / np.exp(mix).sum(1, keepdims=True) + 1e-6
-            mix /= mix.sum(0) + 1e-6
-            for _ in range(self.sizes.sinkhorn - 1):
-                mix /= mix.sum(1)[:, None] + 1e-6
-                mix /= mix.sum(0) + 1e-6
-            combined.append(np.stack([mix[:, to] @ x for to in range(count)]))
-        output = block(np.stack(entering))
-        return np.stack(combined) + np.stack(given)[:, :, None] * output[:, None]
-
-    def attention(self, p: str, context: Doubles, block: Doubles) -> Doubles:
-        w, sizes = self.w, self.sizes
-        start = len(context)
-        seen = np.arange(max(0, start - sizes.window), start)
-        own = np.arange(start, start + len(block))
-        rows = np.concatenate([context[seen], block])
-        keys = rms(rows @ w[p + "wkv.weight"].T, w[p + "kv_norm.weight"])[:, None]
-        keys = self.turned(keys, np.concatenate([seen, own]))[:, 0]
-        low = rms(block @ w[p + "wq_a.weight"].T, w[p + "q_norm.weight"])
-        queries = (low @ w[p + "wq_b.weight"].T).reshape(len(block), sizes.heads, -1)
-        queries = self.turned(unit(queries), own)
-        scores = np.exp(np.einsum("qhd,kd->qhk", queries, keys) / np.sqrt(sizes.head_dim))
-        shares = scores / (scores.sum(-1, keepdims=True) + np.exp(w[p + "attn_sink"])[:, None])
-        mixed = self.turned(np.einsum("qhk,kd->qhd", shares, keys), -own)
-        grouped = mixed.reshape(len(block), sizes.groups, -1)
-        weight = w[p + "wo_a.weight"].reshape(sizes.groups, sizes.output_rank, -1)
-        ranks = np.einsum("qgi,gri->qgr", grouped, weight).reshape(len(block), -1)
-        return np.asarray(ranks @ w[p + "wo_b.weight"].T)
-
-    def turned(self, x: Doubles, positions: NDArray[np.int64]) -> Doubles:  # [N, heads, D]
-        """Neighbours as complex numbers, in the last elements of a head."""
-        size = self.sizes.rotary
-        speeds = 10000.0 ** (-np.arange(0, size, 2) / size)
-        pairs = x[..., -size::2] + 1j * x[..., -size + 1 :: 2]
-        pairs = pairs * np.exp(1j * positions[:, None, None] * speeds)
-        tail = np.stack([pairs.real, pairs.imag], -1).reshape(*x.shape[:-1], size)
-        return np.concatenate([x[..., :-size], tail], -1)
-
-    def experts(self, p: str, block: Doubles) -> Doubles:
-        w = self.w
-        outputs = []
-        for x in block:
-            scores = np.sqrt(np.log1p(np.exp(w[p + "gate.weight"] @ x)))
-            taken = np.argsort(-(scores + w[p + "gate.bias"]))[: self.sizes.per_token]
-            shares = 1.5 * scores[taken] / scores[taken].sum()
-            output = self.expert(p + "shared_experts.", x)
-            for share, index in zip(shares, taken, strict=True):
-                output = output + share * self.expert(f"{p}experts.{index}.", x)
-            outputs.append(output)
-        return np.stack(outputs)
-
-    def expert(self, p: str, x: Doubles) -> Doubles:
-        gate = np.minimum(self.w[p + "w1.weight"] @ x, self.limit)
-        up = np.clip(self.w[p + "w3.weight"] @ x, -self.limit, self.limit)
-        return np.asarray(self.w[p + "w2.weight"] @ (gate * sigmoid(gate) * up))
-
-
-def unit(x: Doubles) -> Doubles:
-    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6))
 
 
 def doubles(weights: Weights) -> dict[str, Doubles]:
@@ -166,7 +53,7 @@ def assert_equals(
 @pytest.mark.parametrize(
     "dims", [{}, {"streams": 4, "sinkhorn": 20, "stages": 3, "window": 128, "per_token": 5}]
 )
-def test_draft_step_equals_float64(tmp_path: Path, dims: dict[str, int]) -> None:
+def test_draft_step_equals_float64(tmp_path: Path, dims: dict[str, Any]) -> None:
     sizes = replace(SIZES, **dims)
     draft = read_draft(write_deepseek_draft(tmp_path / "draft", **dims))
     assert DraftConfig.from_json(draft.config.to_json()) == draft.config
@@ -213,9 +100,65 @@ def test_fewer_drafts_than_trained(tmp_path: Path) -> None:
         [torch.tensor(ANCHORS), new, three, zero, torch.zeros(3), torch.zeros(3, 2), *caches],
     )
     short = replace(SIZES, gamma=2)
-    assert_equals(
-        outputs, Reference(doubles(deepseek_weights(SIZES)), short, limit=0.75), taps
+    assert_equals(outputs, Reference(doubles(deepseek_weights(SIZES)), short, limit=0.75), taps)
+
+
+def test_a_stage_equals_the_layer_of_transformers(tmp_path: Path) -> None:
+    """With nothing in the window the block is all that a layer without a mask sees."""
+    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+        DeepseekV4DecoderLayer,
+        DeepseekV4RotaryEmbedding,
     )
+
+    config = DeepseekV4Config(
+        hidden_size=SIZES.hidden, num_hidden_layers=1, num_attention_heads=SIZES.heads,
+        head_dim=SIZES.head_dim, qk_rope_head_dim=SIZES.rotary, q_lora_rank=SIZES.query_rank,
+        o_groups=SIZES.groups, o_lora_rank=SIZES.output_rank, n_routed_experts=SIZES.experts,
+        num_experts_per_tok=SIZES.per_token, moe_intermediate_size=SIZES.inner, swiglu_limit=0.75,
+        routed_scaling_factor=1.5, hc_mult=SIZES.streams, hc_sinkhorn_iters=SIZES.sinkhorn,
+        layer_types=["sliding_attention"], mlp_layer_types=["moe"], attn_implementation="eager",
+    )  # fmt: skip
+    theirs = DeepseekV4DecoderLayer(config, 0).eval()
+    theirs.load_state_dict(_named_as_in_transformers(deepseek_weights(SIZES)))
+    module = load_drafter(read_draft(write_deepseek_draft(tmp_path / "draft")))
+    streams = torch.randn((2, 4, SIZES.streams, SIZES.hidden), generator=torch.Generator())
+    positions = torch.arange(4).expand(2, -1)
+    window = torch.zeros(2, 1, SIZES.window, SIZES.head_dim)
+    hidden = torch.ones(2, 1, 1, SIZES.window, dtype=torch.bool)
+    assert isinstance(module.backbone, DeepseekBackbone)
+    with torch.inference_mode():
+        angles = DeepseekV4RotaryEmbedding(config)(streams, positions, layer_type="main")
+        expected = theirs(
+            streams, position_embeddings={"main": angles}, position_ids=positions,
+            attention_mask=torch.zeros(2, 1, 4, 4),
+        )  # fmt: skip
+        rotation = module.backbone.rotary(positions)
+        ours = module.backbone.layers[0](streams, window, hidden, rotation)
+    np.testing.assert_allclose(ours.numpy(), expected.numpy(), atol=1e-5)
+
+
+def _named_as_in_transformers(weights: Weights) -> Weights:
+    own = {n.removeprefix("mtp.0."): w for n, w in weights.items() if n.startswith("mtp.0.")}
+    named: Weights = {}
+    for name, tensor in own.items():
+        if name.startswith("main_") or ".experts." in name:
+            continue
+        for pattern, replacement in (
+            (r"^hc_(attn|ffn)_", r"\1_hc."), (r"^attn_norm", "input_layernorm"),
+            (r"^ffn_norm", "post_attention_layernorm"), (r"^attn\.", "self_attn."),
+            (r"^ffn\.", "mlp."), (r"w(q|o)_([ab])\.", r"\1_\2_proj."), (r"wkv\.", "kv_proj."),
+            (r"\.q_norm", ".q_a_norm"), (r"attn_sink", "sinks"),
+            (r"gate\.bias", "gate.e_score_correction_bias"), (r"\.w1\.", ".gate_proj."),
+            (r"\.w2\.", ".down_proj."), (r"\.w3\.", ".up_proj."),
+        ):  # fmt: skip
+            name = re.sub(pattern, replacement, name)
+        named[name] = tensor
+    experts = [f"ffn.experts.{index}." for index in range(SIZES.experts)]
+    gates = [torch.cat((own[p + "w1.weight"], own[p + "w3.weight"])) for p in experts]
+    named["mlp.experts.gate_up_proj"] = torch.stack(gates)
+    named["mlp.experts.down_proj"] = torch.stack([own[p + "w2.weight"] for p in experts])
+    return named
 
 
 def e4m3(raw: NDArray[np.uint8]) -> Doubles:
