@@ -46,8 +46,7 @@ class LaunchedRounds:
         self._device, self._planner, self._table = device, planner, table
         self._has_confidence = has_confidence
         self._held = 0  # first rows that the device keeps
-        calibration = planner.calibration
-        device.calibrate(calibration.slope, calibration.offset)
+        device.calibrate(planner.calibration.slope)
 
     def budget(
         self,
@@ -85,7 +84,7 @@ class LaunchedRounds:
         Raises:
             BackendError: it could not be launched. Nothing was committed and the round can be run again.
         """
-        count, table = len(requests.rows), self._table
+        count, planner, table = len(requests.rows), self._planner, self._table
         if self._held < count:
             self._take(count)
         limits = requests.limits
@@ -94,7 +93,7 @@ class LaunchedRounds:
         inputs = RoundInputs(
             budget=min(budget.drafts, int(limits.sum())),
             limits=limits,
-            corrections=self._planner.corrections(requests.slots),
+            shifts=planner.calibration.offset + planner.corrections(requests.slots),
             draft_uniforms=table.draft_uniforms[:count],
             verify_uniforms=table.verify_uniforms[:count],
         )

@@ -39,7 +39,7 @@ def cost_origin(backend: Backend, target: TargetModel | None = None) -> dict[str
         backend: what runs the bundle.
         target: the host's own target in place of the bundle's.
     """
-    return {
+    origin = {
         "machine": machine_name(),
         "backend": f"{backend.name} {import_module(_MODULES[backend.name]).__version__}",
         "providers": ", ".join(backend.options.providers),
@@ -47,6 +47,9 @@ def cost_origin(backend: Backend, target: TargetModel | None = None) -> dict[str
         "bundle": backend.bundle.fingerprint(),
         "target": "bundle" if target is None else type(target).__name__,
     }
+    if backend.name == "torch":  # the others say it by their providers, or run on GPUs only
+        origin["device"] = (backend.options.device or "").partition(":")[0]
+    return origin
 
 
 def _cpu_model() -> str:

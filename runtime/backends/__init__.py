@@ -2,6 +2,7 @@
 """Backends by name, behind one interface (`interface.py`)."""
 
 import os
+import re
 from dataclasses import dataclass, replace
 
 from dspark_trt.bundle import WEIGHTS, Bundle
@@ -29,6 +30,10 @@ def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = Non
         BundleError: the bundle has no engines for this backend, library version and GPU.
     """
     options = options or BackendOptions()
+    if options.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        raise BackendError(
+            f"device {options.device!r} is unknown; expected cpu, cuda or cuda:N"
+        )
     if bundle.draft.chain is not None and name in ("tensorrt", "tensorrt-rtx"):
         raise BackendError(
             f"{bundle.path} holds an Eagle3 drafter, which runs on onnxruntime and torch so far, not on {name}"
@@ -68,6 +73,9 @@ class OrtBackend:
 
 
 def _ort_backend(bundle: Bundle, options: BackendOptions) -> Backend:
+    if options.device is not None:  # it says what providers would
+        providers = (CPU,) if options.device == "cpu" else (CUDA, CPU)
+        options = replace(options, providers=providers)
     if foreign := sorted(set(options.providers) - {CPU, CUDA}):
         raise BackendError(
             f"onnxruntime's {', '.join(foreign)}: only {CPU} and {CUDA} are supported, because caches have "

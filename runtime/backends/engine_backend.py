@@ -42,15 +42,19 @@ class EngineBackend:
             BundleError: no engines, or none of this version, architecture and bundle.
         """
         self.name, self.bundle, self.options = name, bundle, options
-        gpu = visible_gpu()
+        wanted = options.device or "cuda"
+        gpu = None if wanted == "cpu" else visible_gpu(int(wanted.partition(":")[2] or 0))
         if gpu is None:
+            where = (
+                "device cpu was asked for" if wanted == "cpu" else f"{_missing(wanted)} here"
+            )
             raise BackendError(
-                f"backend {name} runs engines on a GPU, and no CUDA device is visible here. "
+                f"backend {name} runs engines on a GPU, and {where}. "
                 "Use backend onnxruntime or torch, or run it on the GPU machine."
             )
         library = load_library(name)
         self.engines = find_engines(bundle, name, version=library.version, device_arch=gpu.arch)
-        self._device = _cuda_device(name, options.device)
+        self._device = _cuda_device(name, wanted)
         self._loader = EngineLoader(library)
         self._parts = OpenParts(self._new_parts)
 
@@ -169,7 +173,11 @@ def engine_buckets(engines: EngineSet, requests: int, bundle: Bundle) -> Buckets
     return Buckets(tuple(sorted(batch | {requests})), tuple(sorted(tokens | {rows})))
 
 
-def _cuda_device(name: str, wanted: str | None) -> Any:
+def _missing(device: str) -> str:
+    return "no CUDA device is visible" if device == "cuda" else f"no device {device} is visible"
+
+
+def _cuda_device(name: str, wanted: str) -> Any:
     try:
         from dspark_trt.runtime.backends.torch_backend import choose_device
     except ImportError as error:
@@ -177,7 +185,4 @@ def _cuda_device(name: str, wanted: str | None) -> Any:
             f"backend {name} takes device memory and CUDA graphs from torch ({error}). "
             "Install it with: pip install torch"
         ) from error
-    device = choose_device(wanted or "cuda")
-    if device.type != "cuda":
-        raise BackendError(f"backend {name} runs on cuda, not on device {wanted!r}")
-    return device
+    return choose_device(wanted)

@@ -142,7 +142,7 @@ class RoundInputs(NamedTuple):
 
     budget: int  # drafts that are verified, of all requests together
     limits: Ints  # [B] of each of them
-    corrections: NDArray[np.float64]  # [B, K] added to calibrated confidence logits
+    shifts: NDArray[np.float64]  # [B, K] added to scaled confidence logits
     draft_uniforms: Floats  # [B, K]
     verify_uniforms: Floats  # [B, K+1]
 
@@ -168,10 +168,8 @@ class DeviceRounds(Protocol):
     the host reads nothing.
     """
 
-    def calibrate(
-        self, slope: NDArray[np.float64], offset: NDArray[np.float64]
-    ) -> None:  # [K] each
-        """Confidence logits become slope · logit + offset."""
+    def calibrate(self, slope: NDArray[np.float64]) -> None:  # [K]
+        """Confidence is σ(slope · logit + shift), a round's shifts come with it."""
 
     def take(self, rows: DecodingRows) -> None:
         """Take rows over: from now on the device keeps them."""
@@ -196,8 +194,8 @@ class RunsRounds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """`threads` None: chosen for the machine. `providers` are onnxruntime's execution providers; the
-    others choose a `device` ("cpu", "cuda", "cuda:1"; None: a GPU where there is one).
+    """`threads` None: chosen for the machine. `device` is "cpu", "cuda" or "cuda:N"; without one onnxruntime
+    takes the execution providers in `providers`, the others a GPU where there is one.
     """
 
     threads: int | None = None

@@ -52,18 +52,30 @@ def open_session(path: Path, options: BackendOptions) -> Any:
     if missing:
         raise BackendError(
             f"onnxruntime {ort.__version__} here has no {', '.join(sorted(missing))}; "
-            f"it has {', '.join(ort.get_available_providers())}"
+            f"it has {', '.join(ort.get_available_providers())}. Use device cpu, or on a machine with "
+            "a GPU install: pip install 'dspark-trt[gpu]'"
         )
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = options.threads or 0  # 0: onnxruntime's own choice
     # Drafter and target take turns: a pool that spins while it waits takes the other one's processors.
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 2  # warnings: a copied cache must be seen
+    index = (options.device or "").partition(":")[2] or "0"
+    providers = [
+        (name, {"device_id": index}) if name == "CUDAExecutionProvider" else name
+        for name in options.providers
+    ]
     try:
-        return ort.InferenceSession(str(path), settings, providers=list(options.providers))
+        session = ort.InferenceSession(str(path), settings, providers=providers)
     except Exception as error:  # onnxruntime raises several unrelated types
         reason = str(error).strip().splitlines()[0]
         raise BackendError(f"onnxruntime cannot load {path.name}: {reason}") from error
+    if lost := set(options.providers) - set(session.get_providers()):
+        raise BackendError(
+            f"onnxruntime could not start its {', '.join(sorted(lost))} and would run on the CPU instead: "
+            "no usable GPU, driver or CUDA library here. Use device cpu, or mend that."
+        )
+    return session
 
 
 class OrtGraph:

@@ -6,6 +6,7 @@ On a CPU the same buffers, buckets and padding are used without graphs.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -170,8 +171,8 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, bundle: Bundle, options: BackendOptions) -> None:
-        self.bundle, self.options = bundle, options
         self.device = choose_device(options.device)
+        self.bundle, self.options = bundle, replace(options, device=str(self.device))
         if self.device.type == "cuda":
             _require_triton()
         if options.threads is not None and self.device.type == "cpu":
@@ -224,14 +225,7 @@ def choose_device(wanted: str | None) -> torch.device:
         BackendError: no such device here.
     """
     name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise BackendError(
-            f"device {name!r} is unknown; expected cpu, cuda or cuda:N"
-        ) from error
-    if device.type not in ("cpu", "cuda"):
-        raise BackendError(f"device {name!r}: the torch backend runs on cpu and cuda")
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

@@ -101,7 +101,8 @@ class Arrival:
 
     @property
     def is_over(self) -> bool:
-        return self._event is None or self._event.query()
+        event: Any = self._event
+        return event is None or bool(event.query())
 
     def wait(self) -> None:
         """Wait once; further calls return."""

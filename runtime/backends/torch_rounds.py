@@ -8,7 +8,7 @@ committed tokens when it likes, one round late if it likes.
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -112,7 +112,6 @@ class TorchRounds:
         self._anchors, self._target_len, self._draft_len = (zeros.clone() for _ in range(3))
         self._new_len = zeros.clone()
         self._slope = torch.ones(self._gamma, dtype=torch.float64, device=device)
-        self._offset = torch.zeros(self._gamma, dtype=torch.float64, device=device)
         self._most_rows = np.zeros(rows, np.int64)  # the host's bound of `target_len`
         self._takes = 0
         # Accepted count, length and tokens of each request side by side: one copy brings them all.
@@ -136,10 +135,9 @@ class TorchRounds:
             state=(*state, self._buffers["draft.new_taps"], self._result),
         )
 
-    def calibrate(self, slope: NDArray[np.float64], offset: NDArray[np.float64]) -> None:
-        """Confidence logits become slope · logit + offset `[γ]`; written in place, graphs stay."""
+    def calibrate(self, slope: NDArray[np.float64]) -> None:
+        """Confidence is σ(slope · logit + shift), slope `[γ]`; written in place, graphs stay."""
         self._slope.copy_(torch.tensor(slope))
-        self._offset.copy_(torch.tensor(offset))
 
     def take(self, rows: DecodingRows) -> None:
         """The first rows belong to these requests now."""
@@ -191,11 +189,11 @@ class TorchRounds:
         self._make_room(batch, inputs.limits)
         self._tell(batch, inputs)
         version = self._parts.draft_caches.version + self._target_caches.version
-        begin = _now(self._parts.device)
+        begin = _Instant(self._parts.device)
         self.draft_graphs.run(draft, version)
-        between = _now(self._parts.device)
+        between = _Instant(self._parts.device)
         self.round_graphs.run(rest, version)
-        end = _now(self._parts.device)
+        end = _Instant(self._parts.device)
         self._results.reverse()
         hosts = tuple(each[:batch] for each in self._results[0])
         for host, source in zip(hosts, (self._result, self._scores), strict=True):
@@ -219,8 +217,8 @@ class TorchRounds:
         buffers.host["round.requests"][0] = batch
         buffers.host["round.budget"][0] = inputs.budget
         buffers.host["round.limits"][:batch] = inputs.limits
-        buffers.host["round.corrections"][:batch] = inputs.corrections
-        buffers.upload("round.requests", "round.corrections", batch)
+        buffers.host["round.shifts"][:batch] = inputs.shifts
+        buffers.upload("round.requests", "round.shifts", batch)
         for name, uniforms in (
             ("draft.uniforms", inputs.draft_uniforms), ("verify.uniforms", inputs.verify_uniforms),
         ):  # fmt: skip
@@ -284,8 +282,7 @@ class TorchRounds:
             order = torch.arange(1, self._gamma + 1, device=self._parts.device)
             return 1.0 / order.double().expand(batch, -1)
         scores = self._buffers["draft.confidence_logits"][:batch].double()
-        logits = scores * self._slope + self._offset
-        logits = logits + self._buffers["round.corrections"][:batch]
+        logits = scores * self._slope + self._buffers["round.shifts"][:batch]
         confidence = 0.5 + 0.5 * torch.tanh(0.5 * logits)
         survival: Tensor = confidence.nan_to_num(0.0).cumprod(1)
         return survival
@@ -309,24 +306,21 @@ class TorchRounds:
         new_taps.copy_(torch.where(active[:, None, None], taps, new_taps))
 
 
-_Instant = torch.cuda.Event | float
+class _Instant:
+    """A moment on the device's own clock, which nobody waits for."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._host, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._event = event
 
-def _now(device: torch.device) -> _Instant:
-    """This moment on the device's own clock, which nobody waits for."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begin: _Instant, end: _Instant) -> float:
-    """Between two moments that are over."""
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return end - begin
-    return begin.elapsed_time(end) / 1000
+    def seconds_to(self, end: "_Instant") -> float:
+        """Once both are over."""
+        if self._event is None:
+            return end._host - self._host
+        return float(self._event.elapsed_time(end._event)) / 1000
 
 
 class TorchRound:
@@ -355,8 +349,8 @@ class TorchRound:
                 tokens=result[:, 2:],
                 lengths=result[:, 1],
                 confidence_logits=scores if self._has_confidence else None,
-                draft_seconds=_seconds(begin, between),
-                step_seconds=_seconds(between, end),
+                draft_seconds=begin.seconds_to(between),
+                step_seconds=between.seconds_to(end),
             )
             self._learn(self._committed.accepted)
         return self._committed

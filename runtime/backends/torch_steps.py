@@ -111,7 +111,7 @@ def round_buffers(gamma: int) -> list[Wanted]:
         Binding("requests", "int64", (1,)),
         Binding("budget", "int64", (1,)),
         Binding("limits", "int64", ("batch",)),
-        Binding("corrections", "float64", ("batch", gamma)),
+        Binding("shifts", "float64", ("batch", gamma)),
     )
     return [Wanted(f"round.{b.name}", b, Traffic.UPLOADED) for b in uploaded]
 

@@ -95,7 +95,7 @@ def inputs(requests: int, gamma: int, budget: int) -> RoundInputs:
     return RoundInputs(
         budget=budget,
         limits=np.full(requests, gamma),
-        corrections=np.zeros((requests, gamma)),
+        shifts=np.zeros((requests, gamma)),
         draft_uniforms=np.zeros((requests, gamma), np.float32),
         verify_uniforms=np.zeros((requests, gamma + 1), np.float32),
     )

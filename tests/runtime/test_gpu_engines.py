@@ -17,6 +17,7 @@ from dspark_trt.gpu import visible_gpu
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.engine_backend import engine_buckets
 from dspark_trt.runtime.backends.engine_contexts import EngineContexts, EngineLoader
+from dspark_trt.runtime.backends.interface import BackendOptions
 from dspark_trt.runtime.backends.torch_caches import DeviceCaches
 from dspark_trt.tensorrt_library import Library, load_library
 
@@ -35,6 +36,22 @@ def test_without_a_gpu_engines_are_refused_in_one_sentence(
         match=f"backend {backend} runs engines on a GPU, and no CUDA device is visible",
     ):
         open_backend(backend, tiny_bundle)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cpu", "on a GPU, and device cpu was asked for"),
+        ("cuda:3", "no device cuda:3 is visible here"),
+        ("gpu", "device 'gpu' is unknown; expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_engines_are_refused_the_devices_they_cannot_have(
+    device: str, message: str, tiny_bundle: Bundle
+) -> None:
+    with pytest.raises(BackendError, match=message):
+        open_backend("tensorrt-rtx", tiny_bundle, BackendOptions(device=device))
 
 
 @needs_no_gpu

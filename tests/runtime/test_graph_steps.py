@@ -301,7 +301,7 @@ def inputs(
     return RoundInputs(
         budget=budget,
         limits=np.full(batch, GAMMA),
-        corrections=np.zeros((batch, GAMMA)),
+        shifts=np.zeros((batch, GAMMA)),
         draft_uniforms=np.zeros((batch, GAMMA), np.float32)
         if draft_uniforms is None
         else draft_uniforms,
@@ -424,16 +424,16 @@ def decoded(target: DeviceTargetModel, prompt: tuple[int, ...], count: int) -> I
 
 
 def test_calibration_is_written_in_place() -> None:
-    """Slope and offset change who is verified without a new capture: buffers keep their addresses."""
+    """The slope changes who is verified without a new capture: buffers keep their addresses."""
     parts, steps = device_parts("float32", len(PROMPTS))
     rounds, _ = greedy_rounds(parts, steps)
     rounds.launch(inputs(4, 6)).read()
     before = parts.buffers["verify.offsets"].clone()
     place = rounds._slope.data_ptr()
     backwards = -np.ones(GAMMA)  # the least confident request first
-    rounds.calibrate(backwards, np.zeros(GAMMA))
+    rounds.calibrate(backwards)
     again, _ = greedy_rounds(parts, steps)
-    again.calibrate(backwards, np.zeros(GAMMA))
+    again.calibrate(backwards)
     again.launch(inputs(4, 6)).read()
     assert rounds._slope.data_ptr() == place
     assert not torch.equal(parts.buffers["verify.offsets"], before)

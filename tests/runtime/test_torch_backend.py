@@ -47,7 +47,7 @@ def generate(
         bundle,
         backend=backend,
         backend_options=CPU,
-        options=EngineOptions(**{"max_batch": 3, **options}),
+        options=EngineOptions(**{"max_batch": 3, **options}),  # type: ignore[arg-type]
     )
     with engine:
         done = engine.generate(requests)
@@ -326,7 +326,7 @@ def test_an_engine_shares_its_parts_and_the_next_one_gets_new_ones(tiny_bundle: 
 def test_devices_that_are_not_there_are_refused(tiny_bundle: Bundle) -> None:
     for device, message in (
         ("cuda:77", r"sees \d+ CUDA devices"),
-        ("meta", "runs on cpu and cuda"),
+        ("meta", "is unknown; expected cpu, cuda or cuda:N"),
         ("gpu0", "is unknown; expected cpu, cuda or cuda:N"),
     ):
         with pytest.raises(BackendError, match=message):

@@ -4,6 +4,7 @@ onnxruntime's CPU provider.
 """
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 
@@ -95,3 +96,18 @@ def test_providers_that_are_not_there_or_not_supported_are_refused(tiny_bundle: 
     ):
         with pytest.raises(BackendError, match=message):
             open_backend("onnxruntime", tiny_bundle, BackendOptions(providers=providers))
+
+
+def test_a_provider_that_does_not_start_is_no_silent_cpu(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build for GPUs on a machine without one: onnxruntime itself would go on on the CPU."""
+    there = onnxruntime.get_available_providers()
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *there]
+    )
+    with (
+        pytest.warns(UserWarning, match="CUDAExecutionProvider"),
+        pytest.raises(BackendError, match="would run on the CPU instead: no usable GPU"),
+    ):
+        open_backend("onnxruntime", tiny_bundle, BackendOptions(device="cuda"))
