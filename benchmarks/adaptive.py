@@ -5,10 +5,10 @@
     python benchmarks/adaptive.py BUNDLE [--random-drafter] [--temperature 1]
 
 So many requests decode side by side from the first round to the last; prompts are read before. All arms
-take turns, in another order every time; an arm's figure is the median over turns of its speed relative to
-the turn's mean. The table gives the adaptive arms against the best fixed length, chosen afterwards, and
-against plain decoding (fixed:0). With one thread on a CPU its own time is taken, so that other processes do
-not count. The last line is JSON.
+take turns on the same models, in another order every time; an arm's figure is the median over turns of its
+speed relative to the turn's mean. The best fixed length is chosen on every other turn and judged on the
+rest, and the other way round: chosen and judged on the same turns, the luckiest of eight would win. With one
+thread on a CPU its own time is taken, so that other processes do not count. The last line is JSON.
 """
 
 import argparse
@@ -19,16 +19,17 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
 
 from dspark_trt.bundle import CALIBRATION, COST_TABLE, Bundle, load_bundle
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions
+from dspark_trt.runtime.bench_models import CallTimes, SharedModels
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name
@@ -39,7 +40,6 @@ from dspark_trt.runtime.scheduling import bundled_costs
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "tests" / "data" / "golden" / "official_tau.json"
 ADAPTIVE = ("async", "algorithm1")
-_LONGEST = 200  # prompt tokens that set the capacity of the caches
 _LEAST = 4  # requests of a turn
 
 
@@ -106,15 +106,15 @@ def compare(
     backend = open_backend("onnxruntime", bundle, options)
     clock = time.thread_time if backend.options.threads == 1 else time.perf_counter
     names = [f"fixed:{k}" for k in range(bundle.draft.gamma + 1)] + list(ADAPTIVE)
+    shared = SharedModels(backend, concurrent, CallTimes(clock))
+    shared.reserve(max(map(len, prompts)) + 2 * args.new_tokens)  # attention may pay for it
     arms = {
         name: Engine(
-            backend, EngineOptions(max_batch=concurrent), scheduler=name, cost_table=costs
+            shared, EngineOptions(max_batch=concurrent), scheduler=name, cost_table=costs
         )
         for name in names
     }
     order = np.random.default_rng(0)
-    for engine in arms.values():  # attention pays for what caches hold: the same for all
-        engine.generate([request(tuple(range(_LONGEST)), args, 0)])
     speeds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(args.repeats + 1):
         batches = [
@@ -128,31 +128,46 @@ def compare(
         if repeat:  # the first warms caches up, and the adaptive arms get to know the drafter
             for name, value in turn.items():
                 speeds[name].append(value)
-    plain = statistics.median(speeds["fixed:0"])
     turns = np.array([speeds[name] for name in names])
-    relative = dict(
-        zip(names, np.median(turns / turns.mean(axis=0), axis=1).tolist(), strict=True)
-    )
-    best = max((name for name in names if name.startswith("fixed")), key=relative.__getitem__)
+    relative = turns / turns.mean(axis=0)
+    over_best, best = against_best_fixed(relative, names)
+    middle = dict(zip(names, np.median(relative, axis=1).tolist(), strict=True))
     status = {name: arms[name].status() for name in ADAPTIVE}
-    for engine in arms.values():
-        engine.close()
+    shared.close()
     return {
-        "plain_tokens_per_second": round(plain, 1),
-        "over_plain": {name: round(relative[name] / relative["fixed:0"], 4) for name in names},
+        "plain_tokens_per_second": round(statistics.median(speeds["fixed:0"]), 1),
+        "over_plain": {name: round(middle[name] / middle["fixed:0"], 4) for name in names},
         "best_fixed": best,
-        "over_best": {name: round(relative[name] / relative[best], 4) for name in ADAPTIVE},
+        "over_best": over_best,
         "verified": {name: status[name]["verification_lengths"] for name in ADAPTIVE},
         "reasons": {name: status[name]["reasons"] for name in ADAPTIVE},
     }
+
+
+def against_best_fixed(
+    relative: NDArray[np.float64],  # [arms, turns]
+    names: list[str],
+) -> tuple[dict[str, float], str]:
+    """Adaptive arms over a best fixed length that other turns have chosen, and the best of all turns."""
+    fixed = [row for row, name in enumerate(names) if name.startswith("fixed")]
+    over: dict[str, list[float]] = {name: [] for name in ADAPTIVE}
+    for chosen, judged in (
+        (relative[:, ::2], relative[:, 1::2]),
+        (relative[:, 1::2], relative[:, ::2]),
+    ):
+        best = max(fixed, key=np.median(chosen, axis=1).__getitem__)
+        for name in ADAPTIVE:
+            over[name].append(float(np.median(judged[names.index(name)] / judged[best])))
+    best = max(fixed, key=np.median(relative, axis=1).__getitem__)
+    return {name: round(float(np.mean(values)), 4) for name, values in over.items()}, names[
+        best
+    ]
 
 
 def request(prompt: tuple[int, ...], args: argparse.Namespace, seed: int) -> Request:
     params = SamplingParams(
         temperature=args.temperature, max_new_tokens=1 << 20, seed=seed, ignore_eos=True
     )
-    if len(prompt) == _LONGEST:
-        params = replace(params, max_new_tokens=2)
     return Request(prompt_ids=prompt, params=params)
 
 

@@ -119,13 +119,17 @@ class Planner:
         self._some_stopped = False
 
     @property
-    def _is_fixed(self) -> bool:
-        """Whether nothing is asked of confidences; their cost is saved then."""
-        return isinstance(self.scheduler, Fixed) and self.scheduler.max_tokens_per_step is None
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
 
-    @property
-    def _drafts(self) -> bool:
-        return not (isinstance(self.scheduler, Fixed) and self.scheduler.k == 0)
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        fixed = scheduler if isinstance(scheduler, Fixed) else None
+        self._drafts = fixed is None or fixed.k > 0
+        # Nothing is asked of confidences then; their cost is saved.
+        self._fixed = None if fixed and fixed.max_tokens_per_step is not None else fixed
+        self._asynchronous = scheduler if isinstance(scheduler, Asynchronous) else None
 
     @property
     def undrafted_reason(self) -> str:
@@ -189,9 +193,8 @@ class Planner:
         if not requests.drafted.all():
             rows, ids, slots = (each[requests.drafted] for each in (rows, ids, slots))
         scores = draft.confidence_logits
-        if self._is_fixed:
-            assert isinstance(self.scheduler, Fixed)
-            lengths = np.minimum(requests.limits, self.scheduler.k)
+        if self._fixed is not None:
+            lengths = np.minimum(requests.limits, self._fixed.k)
             return PlannedRound(lengths, FIXED, None, None if scores is None else scores[rows])
         logits = self._estimated(draft, rows, requests) if scores is None else scores[rows]
         confidence = self._confidence(logits, slots)
@@ -200,17 +203,16 @@ class Planner:
 
     def budget(self, requests: DraftedRequests) -> Budget | None:
         """What a round in which all requests draft may verify, if its own confidences do not decide that."""
-        if self._is_fixed:
-            assert isinstance(self.scheduler, Fixed)
-            lengths = np.minimum(requests.limits, self.scheduler.k)
-            return Budget(int(lengths.sum()), longest=self.scheduler.k)
-        if not isinstance(self.scheduler, Asynchronous):
+        if self._fixed is not None:
+            lengths = np.minimum(requests.limits, self._fixed.k)
+            return Budget(int(lengths.sum()), longest=self._fixed.k)
+        if self._asynchronous is None:
             return None
         stale = self._history.stale(requests.ids)
         if stale is None:
             return None
         context = self._context(requests.context_tokens)
-        return self.scheduler.budget(stale, limits=requests.limits, context_tokens=context)
+        return self._asynchronous.budget(stale, limits=requests.limits, context_tokens=context)
 
     def corrections(self, slots: Ints) -> Floats:  # [R] -> [R, K]
         """What is added to the calibrated confidence logits of each request."""
@@ -225,12 +227,11 @@ class Planner:
         scores: NDArray[np.floating] | None,  # [R, K] raw confidence logits
     ) -> PlannedRound:
         """The round that shared a ``budget`` out by itself; later rounds know its confidences."""
-        if self._is_fixed or scores is None:
+        if self._asynchronous is None or scores is None:
             return PlannedRound(lengths, FIXED, None, scores)
-        assert isinstance(self.scheduler, Asynchronous)
         confidence = self._confidence(scores, requests.slots)
         self._history = self._history.push(requests.ids, confidence)
-        plan = self.scheduler.decide(confidence, budget=budget, limits=requests.limits)
+        plan = self._asynchronous.decide(confidence, budget=budget, limits=requests.limits)
         return PlannedRound(lengths, plan.reason, confidence, None)
 
     def _confidence(self, logits: NDArray[np.floating], slots: Ints) -> Floats:  # [D, K]
@@ -253,13 +254,13 @@ class Planner:
     def _decide(self, requests: DraftedRequests, ids: Ints, confidence: Floats) -> Plan:
         limits, context = requests.limits, self._context(requests.context_tokens)
         everyone = self._for_all(confidence, requests.drafted)
-        if not isinstance(self.scheduler, Asynchronous):
+        if self._asynchronous is None:
             return self.scheduler.decide(everyone, limits=limits, context_tokens=context)
         stale = self._history.stale(ids)
         self._history = self._history.push(ids, confidence)
         if stale is not None:
             stale = self._for_all(stale, requests.drafted)
-        return self.scheduler.decide(
+        return self._asynchronous.decide(
             everyone, stale=stale, limits=limits, context_tokens=context
         )
 
@@ -309,7 +310,7 @@ class Planner:
         if shown is None:
             return
         self._drift = self._drift.updated(shown, len(rounds))
-        if not self._is_fixed:
+        if self._fixed is None:
             self._correct(rounds, shown)
 
     def _look_up_accounts(self) -> None:

@@ -64,21 +64,26 @@ class _Shape(NamedTuple):
 @lru_cache(maxsize=256)
 def _shape(rows: tuple[int, ...], wants_all: tuple[bool, ...]) -> _Shape:
     lengths = np.array(rows, np.int64)
-    assert lengths.min() > 0
-    batch, padded = len(lengths), int(lengths.max())
+    batch, padded, total = len(rows), max(rows), sum(rows)
+    assert min(rows) > 0
     offsets = np.zeros(batch + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    np.add.accumulate(lengths, out=offsets[1:])
+    every = np.arange(total)
     request = np.repeat(np.arange(batch), lengths)
-    within = np.arange(offsets[-1]) - offsets[request]
-    pad_index = np.zeros((batch, padded), np.int64)
-    pad_index[request, within] = np.arange(offsets[-1])
-    is_wanted = np.array(wants_all)[request] | (within == lengths[request] - 1)
+    within = every - offsets[request]
+    unpad_index = request * padded + within
+    pad_index = np.zeros(batch * padded, np.int64)
+    pad_index[unpad_index] = every
+    logit_rows = every
+    if not all(wants_all):
+        is_last = within == lengths[request] - 1
+        logit_rows = np.flatnonzero(np.array(wants_all)[request] | is_last)
     made = _Shape(
         request,
         within,
-        pad_index,
-        request * padded + within,
-        np.flatnonzero(is_wanted),
+        pad_index.reshape(batch, padded),
+        unpad_index,
+        logit_rows,
         offsets,
     )
     for array in made:

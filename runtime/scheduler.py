@@ -35,6 +35,7 @@ from dspark_trt.runtime.survival import (
 )
 
 FIXED = "fixed length"
+FROM_THE_PAST = "budget from two rounds ago"
 STOPPED = "throughput stops improving"
 NO_TABLE = "no cost table: every draft is verified"
 EVERY_DRAFT = "every draft pays"
@@ -211,6 +212,13 @@ class _CostAware(Scheduler):
             tokens += survival
             yield tokens / cost
 
+    def _best_of_one(self, confidence: Floats, most: int, context_tokens: float | None) -> int:
+        """As ``_best``: the n with most tokens a second, everything unless trimming gains ``min_gain``."""
+        throughput = list(self._throughput_of_one(confidence, most, context_tokens))
+        best = max(range(most + 1), key=lambda n: (throughput[n], n))
+        enough = throughput[best] >= throughput[most] * (1 + self.min_gain)
+        return self._filled(best, most, requests=1) if enough else most
+
     def _plan_of_one(self, admitted: int, most: int, trimmed: str) -> Plan:
         assert self.table is not None
         reason = trimmed if admitted < most else self.table.flaw or EVERY_DRAFT
@@ -226,7 +234,7 @@ class _CostAware(Scheduler):
         requests, drafted = offered.survival.shape
         ranked = ranking(offered)
         throughput = expected_tokens(offered, ranked) / self._seconds(offered, context_tokens)
-        if not self.table.pays_longest or requests == 1:
+        if not self.table.pays_longest:
             end = throughput.size - 1
             best = end - int(throughput[::-1].argmax())  # the right edge of a plateau
             enough = throughput[best] >= throughput[end] * (1 + self.min_gain)
@@ -358,7 +366,13 @@ class Asynchronous(_CostAware):
         context_tokens: float | None = None,
     ) -> Budget:
         """What to verify this round over all requests."""
-        offered = candidates(stale, limits=limits, max_tokens_per_step=self.max_tokens_per_step)
+        values = np.asarray(stale, dtype=np.float64)
+        if self.table is not None and len(values) == 1:
+            most = self._most_of_one(values, limits)
+            return Budget(self._best_of_one(values, most, context_tokens))
+        offered = candidates(
+            values, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+        )
         return self._best(offered, context_tokens)
 
     def decide(
@@ -381,10 +395,17 @@ class Asynchronous(_CostAware):
                 self.table, max_tokens_per_step=self.max_tokens_per_step, min_gain=self.min_gain
             )
             return first.decide(confidence, limits=limits, context_tokens=context_tokens)
+        values = np.asarray(confidence, dtype=np.float64)
+        if self.table is not None and len(values) == 1:
+            most = self._most_of_one(values, limits)
+            longest = most if budget.longest is None else budget.longest
+            return self._plan_of_one(
+                min(max(budget.drafts, 0), longest, most), most, FROM_THE_PAST
+            )
         offered = candidates(
-            confidence, limits=limits, max_tokens_per_step=self.max_tokens_per_step
+            values, limits=limits, max_tokens_per_step=self.max_tokens_per_step
         )
-        return self._plan(offered, budget, "budget from two rounds ago")
+        return self._plan(offered, budget, FROM_THE_PAST)
 
     def plan(
         self,
