@@ -215,6 +215,7 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     gemma: GemmaConfig | None = None
     deepseek: DeepseekConfig | None = None
+    keys_are_values: bool = False  # one cache a layer, of one head
 
     def __post_init__(self) -> None:
         for name in (
@@ -238,8 +239,8 @@ class DecoderConfig:
             self._check_deepseek(self.deepseek)
 
     def _check_deepseek(self, deepseek: DeepseekConfig) -> None:
-        if self.num_kv_heads != 1:
-            raise ValueError(f"num_key_value_heads must be 1, got {self.num_kv_heads}")
+        if not self.keys_are_values or self.num_kv_heads != 1:
+            raise ValueError("DeepSeek-V4 layers have one key head, whose keys are the values")
         if self.num_heads % deepseek.output_groups:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of {deepseek.output_groups} groups"
@@ -258,7 +259,7 @@ class DecoderConfig:
     @property
     def cache_kinds(self) -> tuple[str, ...]:
         """What each layer caches: keys and values, or keys that are the values."""
-        return ("key", "value") if self.deepseek is None else ("key",)
+        return ("key",) if self.keys_are_values else ("key", "value")
 
     @property
     def cache_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -282,10 +283,45 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChainConfig:
-    """Eagle3: one layer that drafts token by token, each step from the hidden state of the one before."""
+class MtpConfig:
+    """A target's own layer for the token after next (DeepSeek-V3, arXiv 2412.19437, section 2.2), whose
+    attention caches latents (section 2.1.1).
+    """
 
-    normed_residual: bool = False  # the layer's residual is the normed hidden state
+    query_rank: int | None  # None: queries of full rank
+    latent_rank: int  # of keys and values
+    plain_size: int  # of each head of queries and keys: what does not turn, and what does
+    rotary_size: int
+    value_size: int
+    attention_scale: float
+    shared_size: int  # width of the expert that is always there
+    groups: int  # experts are taken from the best few groups
+    groups_taken: int
+    routed_scale: float
+
+    def __post_init__(self) -> None:
+        for name in ("latent_rank", "plain_size", "value_size", "shared_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            raise ValueError(f"rotary size must be even and positive, got {self.rotary_size}")
+        if not 1 <= self.groups_taken <= self.groups:
+            raise ValueError(f"{self.groups_taken} of {self.groups} groups is impossible")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainConfig:
+    """Drafters of one layer that draft token by token, each step from the hidden state of the one before:
+    Eagle3, or (`mtp`) one token with a target's own layer.
+    """
+
+    normed_residual: bool = False  # Eagle3: the layer's residual is the normed hidden state
+    mtp: MtpConfig | None = None
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        mtp = data.get("mtp")
+        return cls(**{**data, "mtp": None if mtp is None else MtpConfig(**mtp)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +332,8 @@ class DraftConfig:
     block_slots: int  # backbone inputs a round: anchor + masks
     slot_semantics: SlotSemantics
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # id i: output of decoder layer i; -1: embedding output
+    # Id i: output of decoder layer i; -1: embedding output; one beyond the last: the final norm's.
+    target_layer_ids: tuple[int, ...]
     num_target_layers: int
     target_hidden_size: int
     head_type: HeadType
@@ -316,6 +353,8 @@ class DraftConfig:
             )
         if self.confidence is ConfidenceInput.HIDDEN_MARKOV and self.markov_rank == 0:
             raise ValueError("a confidence head with Markov features needs markov_rank > 0")
+        if self.chain is not None and self.chain.mtp is not None and self.gamma != 1:
+            raise ValueError(f"an MTP layer drafts 1 token, gamma is {self.gamma}")
         if self.chain is not None and self.decoder.vocab_size > MOST_CHAIN_TOKENS:
             raise ValueError(
                 f"vocab_size {self.decoder.vocab_size} exceeds the {MOST_CHAIN_TOKENS} ids that context "
@@ -363,7 +402,9 @@ class DraftConfig:
                 "target_layer_ids": tuple(data["target_layer_ids"]),
                 "head_type": HeadType(data["head_type"]),
                 "confidence": ConfidenceInput(data["confidence"]),
-                "chain": None if data.get("chain") is None else ChainConfig(**data["chain"]),
+                "chain": None
+                if data.get("chain") is None
+                else ChainConfig.from_json(data["chain"]),
                 "window_rule": WindowRule(data.get("window_rule", WindowRule.SLOT)),
             }
         )

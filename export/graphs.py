@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which graphs a bundle has: for each, the torch module behind it and its bindings."""
 
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -95,15 +96,15 @@ class _ConfidenceHead(nn.Module):
         return (self.confidence_head(hidden, features),)
 
 
-class _ChainContext(ChainDrafter):
+def _chain_context(drafter: ChainDrafter) -> nn.Module:
     """A chain's modules under their own names, of which only what context rows need is used."""
+    twin = copy(drafter)
 
-    def __init__(self, drafter: ChainDrafter) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(drafter.__dict__)
+    def forward(taps: Tensor, context_len: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        return tuple(twin.append_context(taps, context_len, *caches))
 
-    def forward(self, taps: Tensor, context_len: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(self.append_context(taps, context_len, *caches))
+    twin.forward = forward  # type: ignore[method-assign, assignment]
+    return twin
 
 
 class _GreedyDraft(nn.Module):
@@ -139,7 +140,7 @@ def draft_graphs(drafter: Drafter | ChainDrafter, dtype: str) -> list[Graph]:
     if isinstance(drafter, ChainDrafter):
         context = bindings.context_bindings(config, dtype)
         return [
-            Graph("context", _ChainContext(drafter), context),
+            Graph("context", _chain_context(drafter), context),
             Graph("draft", drafter, bindings.draft_bindings(config, dtype)),
         ]
     graphs = [

@@ -242,6 +242,7 @@ def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
             max_positions=fields.required_integer("max_position_embeddings"),
             qk_norm=True,
             windows=(window,) * stages,
+            keys_are_values=True,
             experts=ExpertsConfig(
                 count=experts,
                 per_token=fields.required_integer("num_experts_per_tok"),

@@ -114,17 +114,25 @@ class Router(nn.Module):
 
 
 class DeepseekExperts(nn.Module):
-    """Routed experts as one wide MLP (see `experts.MixtureOfExperts`), and one that is always there."""
+    """Routed experts as one wide MLP (see `experts.MixtureOfExperts`), and one that is always there.
+
+    `router` maps float32 `[.., H]` to the shares of all experts `[.., E]`.
+    """
 
     def __init__(
-        self, decoder: DecoderConfig, deepseek: DeepseekConfig, experts: ExpertsConfig
+        self,
+        hidden: int,
+        experts: ExpertsConfig,
+        router: nn.Module,
+        *,
+        shared_size: int,
+        limit: float | None = None,
     ) -> None:
         super().__init__()
-        hidden, limit = decoder.hidden_size, deepseek.swiglu_limit
         self.limit = limit
-        self.gate = Router(hidden, experts, deepseek.routed_scale)
+        self.gate = router
         self.experts = ExpertWeights(hidden, experts)
-        self.shared_experts = ClippedMLP(hidden, experts.intermediate_size, limit)
+        self.shared_experts = ClippedMLP(hidden, shared_size, limit)
 
     def forward(self, x: Tensor) -> Tensor:  # float32 [.., H] -> float32 [.., H]
         shares = self.gate(x).unsqueeze(-1)
@@ -146,7 +154,13 @@ class DeepseekStage(nn.Module):
         self.self_attn = SinkAttention(decoder, deepseek)
         self.hc_ffn = HyperConnection(decoder, deepseek)
         self.post_attention_layernorm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.mlp = DeepseekExperts(decoder, deepseek, experts)
+        self.mlp = DeepseekExperts(
+            decoder.hidden_size,
+            experts,
+            Router(decoder.hidden_size, experts, deepseek.routed_scale),
+            shared_size=experts.intermediate_size,
+            limit=deepseek.swiglu_limit,
+        )
 
     def forward(
         self, streams: Tensor, window: Tensor, hidden_rows: Tensor, rotation: Rotation

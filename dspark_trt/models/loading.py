@@ -18,6 +18,7 @@ from dspark_trt.config import DraftConfig, TargetConfig
 from dspark_trt.errors import CheckpointError
 from dspark_trt.models.chain import ChainDrafter
 from dspark_trt.models.drafter import Drafter
+from dspark_trt.models.mtp import MtpDrafter
 from dspark_trt.models.target import Target
 from dspark_trt.models.vocabulary import column_index
 
@@ -86,7 +87,8 @@ def draft_skeleton(config: DraftConfig) -> Drafter | ChainDrafter:
     """A drafter's modules without weights (meta device; rotary tables are real)."""
     with torch.device("meta"):
         if config.chain is not None:
-            return ChainDrafter(config).eval().requires_grad_(False)
+            kind = ChainDrafter if config.chain.mtp is None else MtpDrafter
+            return kind(config).eval().requires_grad_(False)
         return Drafter(config).eval().requires_grad_(False)
 
 

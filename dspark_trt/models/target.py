@@ -20,7 +20,9 @@ from dspark_trt.models.windows import causal_window
 
 
 class Target(nn.Module):
-    """A language model that also returns taps: outputs of `target_layer_ids`, concatenated."""
+    """A language model that also returns taps: outputs of `target_layer_ids`, concatenated; an id beyond
+    the last layer's is the final norm.
+    """
 
     def __init__(self, config: TargetConfig, target_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
@@ -75,6 +77,8 @@ class Target(nn.Module):
             updated += [key_cache, value_cache]
             if i in self.target_layer_ids:
                 taps[i] = hidden
+        if len(self.layers) in self.target_layer_ids:
+            taps[len(self.layers)] = self.norm(hidden)
         wanted = functional.embedding(logit_rows, hidden)
         logits = self.lm_head(self.norm(wanted))
         return (logits, torch.cat([taps[i] for i in self.target_layer_ids], -1), *updated)

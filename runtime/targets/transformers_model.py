@@ -18,7 +18,7 @@ class TransformersTarget:
 
     Args:
         model: in eval mode, on any device.
-        target_layer_ids: of the drafter; -1 is the embedding output.
+        target_layer_ids: of the drafter; -1 is the embedding output, one beyond the last layer the final norm.
 
     Raises:
         CheckpointError: the model's decoder layers cannot be found, or an id is beyond them.
@@ -36,13 +36,14 @@ class TransformersTarget:
                 f"{type(model).__name__} has no decoder layers under .layers, so the outputs of layers "
                 f"{list(target_layer_ids)}, which the drafter taps, cannot be taken: implement HostTarget"
             )
-        if missing := [i for i in target_layer_ids if i >= len(layers)]:
+        if missing := [i for i in target_layer_ids if i > len(layers)]:
             raise CheckpointError(
                 f"{type(model).__name__} has {len(layers)} decoder layers; the drafter taps "
                 f"{list(target_layer_ids)}, of which it lacks {missing}: load the target it was trained for"
             )
+        modules = [*layers, getattr(decoder, "norm", None)]
         self._hooks = [
-            (model.get_input_embeddings() if i < 0 else layers[i]).register_forward_hook(
+            (model.get_input_embeddings() if i < 0 else modules[i]).register_forward_hook(
                 self._capture(i)
             )
             for i in target_layer_ids
