@@ -34,10 +34,6 @@ def open_backend(name: str, bundle: Bundle, options: BackendOptions | None = Non
         raise BackendError(
             f"device {options.device!r} is unknown; expected cpu, cuda or cuda:N"
         )
-    if bundle.draft.chain is not None and name in ("tensorrt", "tensorrt-rtx"):
-        raise BackendError(
-            f"{bundle.path} holds an Eagle3 drafter, which runs on onnxruntime and torch so far, not on {name}"
-        )
     match name:
         case "onnxruntime":
             return _ort_backend(bundle, options)

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from typer.testing import CliRunner
 
 from dspark_trt.bundle import Bundle, load_bundle, record_files, write_manifest
-from dspark_trt.checkpoint import read_draft
+from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.cli.build import command
 from dspark_trt.engine_manifest import (
     EngineSet,
@@ -39,7 +39,7 @@ from dspark_trt.export.engines.engine_from_onnx import Job
 from dspark_trt.export.engines.profiles import graph_bindings
 from dspark_trt.tensorrt_library import load_library
 from tests.checkpoints import write_gemma_draft
-from tests.conftest import ExportBundle
+from tests.conftest import CHAINS, TINY_TARGET, ExportBundle
 from tests.export.engine_plan_reader import Plan, read_plan
 
 pytestmark = pytest.mark.trt
@@ -323,6 +323,25 @@ def test_engines_to_refit_need_a_gpu(built: tuple[Bundle, EngineSet]) -> None:
     options = replace(SMALL, refit=engines.path)
     with pytest.raises(BuildError, match=r"made and filled on a GPU"):
         plan_build(bundle, options)
+
+
+@pytest.mark.slow
+def test_engines_of_a_chain(tmp_path: Path) -> None:
+    """Eagle3: one update a cache although its layer runs γ times, and the token behind each row beside its taps."""
+    draft = read_draft(CHAINS["eagle3"])
+    bundle = export_bundle(
+        draft, read_target(TINY_TARGET), tmp_path / "bundle", dtype="float16"
+    )
+    engines = build_engines(plan_build(bundle, replace(SMALL, graphs=("context", "draft"))))
+    for graph in ("context", "draft"):
+        plan, contract = plan_of(engines, graph), graph_bindings(bundle, graph)
+        inputs = {t.name for t in plan.tensors.values() if t.is_input}
+        assert inputs == {b.name for b in contract.inputs}
+        assert engines.engines[graph].aliases == {
+            "present_key_0": "past_key_0", "present_value_0": "past_value_0",
+        }  # fmt: skip
+    taps = next(b for b in engines.engines["draft"].inputs if b.name == "new_taps")
+    assert taps.shape == (-1, bundle.draft.gamma + 1, bundle.draft.tap_size + 1)
 
 
 def test_heads_that_no_fused_kernel_takes(tmp_path: Path) -> None:

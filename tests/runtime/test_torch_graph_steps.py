@@ -17,6 +17,7 @@ from dspark_trt.runtime.backends.torch_graph_steps import GraphSteps
 from dspark_trt.runtime.backends.torch_rounds import TorchRounds
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
+from tests.conftest import ExportBundle
 
 CPU = BackendOptions(device="cpu", threads=1)
 PROMPTS = [(1, 5, 9, 20), (1, 5, 9, *range(30, 52)), (1, 80, 81)]
@@ -33,15 +34,14 @@ def requests(**params: object) -> list[Request]:
     ]
 
 
+@pytest.mark.parametrize("drafter", ["dspark-vanilla", "eagle3"])
 def test_graphs_on_device_buffers_give_the_same_tokens_and_copy_no_cache(
-    tiny_bundle: Bundle, capfd: pytest.CaptureFixture[str]
+    drafter: str, fixture_bundle: ExportBundle, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Onnxruntime warns on stderr where a cache's output is not its input."""
-    made = []
-    for backend in (
-        open_backend("onnxruntime", tiny_bundle),
-        OrtDeviceBackend(tiny_bundle, CPU),
-    ):
+    bundle, made = fixture_bundle(drafter), []
+    capfd.readouterr()  # of the export
+    for backend in (open_backend("onnxruntime", bundle), OrtDeviceBackend(bundle, CPU)):
         with Engine(backend, EngineOptions(max_batch=2, max_tokens_per_step=20)) as engine:
             done = engine.generate(requests())
         assert all(each.error is None for each in done)
