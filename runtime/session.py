@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.bundle import CALIBRATION, Bundle, load_bundle
-from dspark_trt.errors import CapacityError, RequestError
+from dspark_trt.errors import CapacityError, MissingContextError, RequestError
 from dspark_trt.runtime.backends import Backend, open_backend
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
@@ -42,24 +42,21 @@ class ContextSnapshot(NamedTuple):
 
     length: int
     rows: CacheRows
+    latest: Floats  # the rows at its end as they were appended, as many as are known (Eagle3)
 
 
 class DraftSession:
     """Drafts for up to `slots` sequences at a time.
 
     Per slot: `append` the taps of committed positions, then `propose` from the anchor, the committed
-    token whose position follows the appended rows (its own taps come with the next append).
+    token whose position follows the appended rows (its own taps come with the next append). An Eagle3
+    drafter also wants the token behind each row.
     Not thread-safe: one session, one thread at a time.
     """
 
     def __init__(self, backend: Backend, slots: int) -> None:
         if slots < 1:
             raise RequestError(f"slots must be at least 1, got {slots}")
-        if backend.bundle.draft.chain is not None:
-            raise RequestError(
-                f"{backend.bundle.path} holds an Eagle3 drafter, whose context rows name the tokens behind "
-                "them: sessions do not take those yet, the engine does"
-            )
         self.bundle = backend.bundle
         self.config = backend.bundle.draft
         self.calibration = load_calibration(backend.bundle)
@@ -67,7 +64,10 @@ class DraftSession:
         self._slot_at = list(range(slots))  # which slot sits in each cache row
         self._rows = [ContextRows() for _ in range(slots)]
         self._written = [0] * slots  # rows of the contiguous prefix that are in the cache
-        self._pending: list[list[Floats]] = [[] for _ in range(slots)]  # taps right behind them
+        self._pending: list[list[Floats]] = [[] for _ in range(slots)]  # rows right behind them
+        self._latest = [
+            self._no_rows() for _ in range(slots)
+        ]  # a chain starts from the last one
 
     @classmethod
     def load(
@@ -87,7 +87,9 @@ class DraftSession:
         loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
         return cls(open_backend(backend, loaded, options), slots)
 
-    def append(self, slot: int, taps: ArrayLike, start: int) -> None:
+    def append(
+        self, slot: int, taps: ArrayLike, start: int, tokens: ArrayLike | None = None
+    ) -> None:
         """Give the taps of committed positions `start .. start + n - 1`.
 
         Args:
@@ -95,9 +97,11 @@ class DraftSession:
             taps: float32 `[n, m*H]`: outputs of the tapped layers, concatenated in id order.
             start: absolute position of the first row. Gaps may be filled later, in any order; rows
                 that overlap earlier ones replace them and everything behind.
+            tokens: int `[n]`, for Eagle3 drafters (others do not read them): the committed token behind
+                each row, at positions `start + 1 .. start + n`; the last one is the next anchor.
 
         Raises:
-            RequestError: no such slot, wrong shape, or non-finite taps.
+            RequestError: no such slot, wrong shape, non-finite taps, or no tokens for an Eagle3 drafter.
             CapacityError: beyond the positions the models were made for.
         """
         self._check_slot(slot)
@@ -118,9 +122,15 @@ class DraftSession:
                 f"slot {slot}: rows up to {start + len(rows)} exceed the {self.bundle.max_context_tokens} "
                 "positions this bundle was exported for"
             )
+        rows = self._with_tokens(slot, rows, tokens)
+        follows = start == self._rows[slot].end
         self._rows[slot].add(start, len(rows))
+        is_last = self._rows[slot].end == start + len(rows)  # else a gap was filled
+        if is_last and self.config.chain is not None:
+            known = [self._latest[slot], rows] if follows else [rows]
+            self._latest[slot] = np.concatenate(known)[-(self.config.gamma + 1) :]
         queued = sum(map(len, self._pending[slot]))
-        if start == self._written[slot] + queued:
+        if start == self._written[slot] + queued and is_last:
             self._pending[slot].append(rows.copy())
             if queued + len(rows) > self.config.gamma + 1:
                 self._flush(slot)
@@ -154,6 +164,8 @@ class DraftSession:
         count = len(order)
         self._check_proposal(order, anchors)
         context = [self._rows[slot].require_complete(slot) for slot in order]
+        if self.config.chain is not None:
+            self._require_latest(order)
         self._gather(order)
         heat = np.broadcast_to(np.asarray(temperature, np.float32), (count,))
         if not (np.isfinite(heat).all() and (heat >= 0).all()):
@@ -171,6 +183,9 @@ class DraftSession:
         """Forget rows from position `length` on, as when a host rolls a sequence back."""
         self._check_slot(slot)
         self._flush(slot)
+        dropped = max(self._rows[slot].end - length, 0)
+        kept = max(len(self._latest[slot]) - dropped, 0)
+        self._latest[slot] = self._latest[slot][:kept]
         self._rows[slot].truncate(length)
         self._written[slot] = min(self._written[slot], length)
 
@@ -187,7 +202,9 @@ class DraftSession:
         wanted = rows if length is None else length
         if not 0 < wanted <= rows:
             raise RequestError(f"slot {slot} has {rows} context rows, cannot copy {length}")
-        return ContextSnapshot(wanted, self._model.read_rows(self._slot_at.index(slot), wanted))
+        copied = self._model.read_rows(self._slot_at.index(slot), wanted)
+        latest = self._latest[slot]
+        return ContextSnapshot(wanted, copied, latest[: max(len(latest) - rows + wanted, 0)])
 
     def restore(self, slot: int, snapshot: ContextSnapshot) -> None:
         """Make a snapshot a slot's whole context: append the suffix next, from its `length` on."""
@@ -195,6 +212,7 @@ class DraftSession:
         self._model.write_rows(self._slot_at.index(slot), snapshot.rows)
         self._rows[slot].add(0, snapshot.length)
         self._written[slot] = snapshot.length
+        self._latest[slot] = snapshot.latest
 
     def reset(self, slot: int) -> None:
         """Forget a slot's sequence, so that another one can use it."""
@@ -227,6 +245,35 @@ class DraftSession:
             if not 0 <= anchor < vocab:
                 raise RequestError(f"anchor {anchor} is outside the vocabulary of {vocab}")
 
+    def _no_rows(self) -> Floats:
+        return np.zeros((0, self.config.context_size), np.float32)
+
+    def _with_tokens(self, slot: int, taps: Floats, tokens: ArrayLike | None) -> Floats:
+        """Context rows `[n, m*H]`, or `[n, m*H + 1]` where they name the token behind them."""
+        if self.config.chain is None:
+            return taps
+        behind = np.asarray([] if tokens is None else tokens, np.int64)
+        if behind.shape != (len(taps),):
+            raise RequestError(
+                f"slot {slot}: an Eagle3 drafter wants tokens [{len(taps)}] with the taps, the committed token "
+                "behind each row (the last one is the next anchor), got "
+                f"{'none' if tokens is None else f'shape {behind.shape}'}"
+            )
+        vocab = self.config.decoder.vocab_size
+        if ((behind < 0) | (behind >= vocab)).any():
+            raise RequestError(f"slot {slot}: a token is outside the vocabulary of {vocab}")
+        return np.concatenate((taps, behind[:, None].astype(np.float32)), axis=1)
+
+    def _require_latest(self, slots: list[int]) -> None:
+        """A chain starts from the last row's output, so that row goes through the draft step, again if need be."""
+        for slot in slots:
+            if not (self._pending[slot] or len(self._latest[slot])):
+                last = self._rows[slot].end - 1
+                raise MissingContextError(
+                    f"slot {slot}: an Eagle3 drafter starts from the taps of row {last}, which a rollback or "
+                    f"snapshot has left out. Append that row again, with start={last}."
+                )
+
     def _flush(self, slot: int) -> None:
         """Write pending taps with the context graph: too many for a draft step, or out of order."""
         if not self._pending[slot]:
@@ -255,11 +302,11 @@ class DraftSession:
         uniforms: Floats,
     ) -> DraftInputs:
         new_taps = np.zeros(
-            (len(slots), self.config.gamma + 1, self.config.tap_size), np.float32
+            (len(slots), self.config.gamma + 1, self.config.context_size), np.float32
         )
         new_len = np.zeros(len(slots), np.int64)
         for row, slot in enumerate(slots):
-            for taps in self._pending[slot]:
+            for taps in self._pending[slot] or [self._latest[slot][-1:]]:
                 new_taps[row, new_len[row] : new_len[row] + len(taps)] = taps
                 new_len[row] += len(taps)
         return DraftInputs(

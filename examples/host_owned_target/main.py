@@ -38,8 +38,9 @@ def by_hand(bundle, host, prompt):
     """Their loop: prefill, then draft, verify and roll back. Greedy, so verifying is comparing."""
     with DraftSession.load(bundle, slots=1) as session:
         output = host.forward(0, np.array(prompt), start=0)
-        session.append(0, output.taps, start=0)
         tokens, position, rounds = [int(output.logits[-1].argmax())], len(prompt), 0
+        # Beside the taps of each row the token behind it: Eagle3 drafters read it, others do not.
+        session.append(0, output.taps, start=0, tokens=[*prompt[1:], *tokens])
         while len(tokens) < NEW_TOKENS:
             anchor = tokens[-1]
             drafts = session.propose([0], [anchor]).tokens[0]
@@ -48,8 +49,9 @@ def by_hand(bundle, host, prompt):
                 -1
             )  # the target's choice behind the anchor and each draft
             accepted = int((own[:-1] == drafts).cumprod().sum())
-            tokens += own[: accepted + 1].tolist()
-            session.append(0, output.taps[: accepted + 1], start=position)
+            committed = own[: accepted + 1]
+            tokens += committed.tolist()
+            session.append(0, output.taps[: accepted + 1], start=position, tokens=committed)
             position += (
                 accepted + 1
             )  # the next forward starts here: rejected rows are forgotten

@@ -20,7 +20,7 @@ from dspark_trt.runtime.async_engine import AsyncEngine
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
 from dspark_trt.runtime.targets.host import HostOutput, HostTargetModel
-from tests.conftest import TINY_TARGET
+from tests.conftest import TINY_TARGET, ExportBundle
 from tests.runtime.golden import golden_json
 from tests.runtime.test_engine_requests import CountingTarget
 
@@ -351,13 +351,15 @@ def test_a_transformers_target_too_shallow_is_refused(tiny_bundle: Bundle) -> No
         TransformersTarget(Model(None), ids)
 
 
-def test_the_host_owned_example_runs(tiny_bundle: Bundle) -> None:
+@pytest.mark.parametrize("drafter", ["dspark-vanilla", "eagle3"])
+def test_the_host_owned_example_runs(fixture_bundle: ExportBundle, drafter: str) -> None:
     import subprocess
     import sys
 
     pytest.importorskip("transformers")
     example = TINY_TARGET.parents[1] / "host_owned_target" / "main.py"
-    command = [sys.executable, str(example), str(tiny_bundle.path), str(TINY_TARGET)]
+    bundle = fixture_bundle(drafter)
+    command = [sys.executable, str(example), str(bundle.path), str(TINY_TARGET)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "same tokens: yes" in done.stdout

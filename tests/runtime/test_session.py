@@ -82,6 +82,18 @@ def test_a_gap_is_refused_until_it_is_filled(session: DraftSession) -> None:
     np.testing.assert_allclose(filled, session.propose([0], [7]).logits, atol=2e-5, rtol=0)
 
 
+def test_a_gap_behind_drafted_rows_is_filled(session: DraftSession) -> None:
+    """The filling rows are few enough to wait for the next step, and follow what is in the cache."""
+    taps = taps_for(session, 12)
+    session.append(0, taps[:5], 0)
+    session.propose([0], [3])
+    session.append(0, taps[8:], 8)
+    session.append(0, taps[5:8], 5)
+    filled = session.propose([0], [7]).logits
+    session.append(1, taps, 0)
+    np.testing.assert_allclose(filled, session.propose([1], [7]).logits, atol=2e-5, rtol=0)
+
+
 def test_nothing_of_the_previous_owner_is_seen(session: DraftSession) -> None:
     session.append(0, taps_for(session, 12, seed=1), 0)
     fresh = session.propose([0], [5]).logits
