@@ -2,12 +2,13 @@
 """onnxruntime backend: sessions over the bundle's graphs, every tensor bound by address.
 
 Inputs, outputs and caches are NumPy arrays that live as long as their model; a cache is bound as input
-and output at once, so `TensorScatter` writes in place. A tensor is bound again only when its address or
-shape changed.
+and output at once, so `TensorScatter` writes in place. For the same shapes, a tensor is bound again only
+when its address changed.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,41 +79,68 @@ def open_session(path: Path, options: BackendOptions) -> Any:
     return session
 
 
+_MOST_SHAPES = 256  # sets of shapes whose places are remembered
+
+
+@dataclass(slots=True)
+class _Places:
+    """Where the tensors of one set of shapes are."""
+
+    binding: Any  # onnxruntime's
+    bound: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    fed: dict[str, Array] = field(default_factory=dict)
+    outputs: Mapping[str, Array] | None = None
+    caches: tuple[int, slice] | None = None  # their version, and the requests of them
+
+
 class OrtGraph:
-    """A session whose tensors are bound by address. The caller keeps bound arrays alive and contiguous."""
+    """A session whose tensors are bound by address. The caller keeps bound arrays alive and contiguous.
+
+    Verification lengths change from round to round, and so do the shapes of a step. Binding a tensor
+    again takes some microseconds, and a step has dozens: so every set of shapes keeps its own places.
+    """
 
     def __init__(self, path: Path, options: BackendOptions) -> None:
         self.name = path.stem
         self._session = open_session(path, options)
-        self._binding = self._session.io_binding()
         self._inputs = {value.name for value in self._session.get_inputs()}
-        self._bound: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self._fed: dict[str, Array] = {}
-        self._outputs: Mapping[str, Array] | None = None
+        self._known: dict[Hashable, _Places] = {}
+        self.places = self.at(None)
+
+    def at(self, shapes: Hashable) -> _Places:
+        """Turn to the places of a set of shapes, whatever names it."""
+        places = self._known.get(shapes)
+        if places is None:
+            if len(self._known) == _MOST_SHAPES:
+                self._known.clear()
+            places = self._known[shapes] = _Places(self._session.io_binding())
+        self.places = places
+        return places
 
     def feed(self, name: str, values: Array) -> None:
         """Copy a small input to where it is bound already: cheaper than binding a new address."""
-        place = self._fed.get(name)
+        place = self.places.fed.get(name)
         if place is None or place.shape != values.shape:
-            place = self._fed[name] = np.empty_like(values, order="C")
+            place = self.places.fed[name] = np.empty_like(values, order="C")
             self.bind(name, place)
         place[...] = values
 
     def bind(self, name: str, array: Array) -> None:
-        place = (array.__array_interface__["data"][0], array.shape)
-        if self._bound.get(name) == place:
+        places, place = self.places, (array.__array_interface__["data"][0], array.shape)
+        if places.bound.get(name) == place:
             return
         assert array.flags.c_contiguous, name
-        bind = self._binding.bind_input if name in self._inputs else self._binding.bind_output
+        binding = places.binding
+        bind = binding.bind_input if name in self._inputs else binding.bind_output
         bind(name, "cpu", 0, array.dtype.type, array.shape, place[0])
-        self._bound[name] = place
+        places.bound[name] = place
 
     def bind_outputs(self, outputs: Mapping[str, Array]) -> None:
         """Bind arrays that keep their places; the mapping of the last call costs nothing."""
-        if outputs is not self._outputs:
+        if outputs is not self.places.outputs:
             for name, array in outputs.items():
                 self.bind(name, array)
-            self._outputs = outputs
+            self.places.outputs = outputs
 
     def run(self) -> None:
         """Run on what is bound.
@@ -121,7 +149,7 @@ class OrtGraph:
             BackendError: onnxruntime failed; the graph can be run again.
         """
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._session.run_with_iobinding(self.places.binding)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             raise BackendError(f"graph {self.name} failed: {reason}") from error
@@ -173,7 +201,6 @@ class _CachedModel:
                 strict=True,
             )
         ]
-        self._seen: dict[str, tuple[int, slice]] = {}
 
     def swap_rows(self, first: int, second: int) -> None:
         self._caches.swap(first, second)
@@ -186,12 +213,12 @@ class _CachedModel:
 
     def _bind_caches(self, graph: OrtGraph, requests: slice) -> None:
         state = (self._caches.version, requests)
-        if self._seen.get(graph.name) == state:
+        if graph.places.caches == state:
             return
         for (past, present), array in zip(self._names, self._caches.arrays, strict=True):
             graph.bind(past, array[requests])
             graph.bind(present, array[requests])
-        self._seen[graph.name] = state
+        graph.places.caches = state
 
 
 # A graph of its own for greedy batches holds the drafter's weights once more. Where they are many, the
@@ -262,9 +289,6 @@ _TARGET_INPUTS = (
 )  # fmt: skip
 
 
-_MOST_SHAPES = 256  # numbers of rows whose output places are remembered
-
-
 class OrtTargetModel(_CachedModel):
     """`target.onnx` over the target's caches."""
 
@@ -288,6 +312,7 @@ class OrtTargetModel(_CachedModel):
         graph = self._graph
         assert graph is not None, "closed"
         self.reserve(int(rows.context_len.max()) + rows.pad_index.shape[1])
+        graph.at((len(rows.logit_rows), rows.pad_index.shape, len(rows.token_ids)))
         self._bind_caches(graph, slice(0, rows.batch))
         for name in _TARGET_INPUTS:
             graph.feed(name, getattr(rows, name))
@@ -333,6 +358,7 @@ class OrtVerifier:
         if inputs.processors is not None:
             name = "verify_processed"
         graph = self._graph(name)
+        graph.at((len(inputs.target_logits), len(inputs.temperature)))
         small = _GREEDY if name == "verify_greedy" else _SAMPLING
         for each in small:
             graph.feed(each, getattr(inputs, each))
