@@ -6,7 +6,6 @@ the same files. What else lies there is not read.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from dspark_trt.checkpoint.accounting import account_for
 from dspark_trt.checkpoint.block import read_block
 from dspark_trt.checkpoint.dialects import DEEPSEEK_V4
 from dspark_trt.checkpoint.fields import Fields
-from dspark_trt.checkpoint.quantised import QuantisedRef, pair_scales
+from dspark_trt.checkpoint.quantised import pair_scales
 from dspark_trt.checkpoint.records import (
     EMBEDDING,
     LM_HEAD,
@@ -109,7 +108,7 @@ def read_deepseek(
         if _SHARED.get(key) not in borrowed
     }
     account_for(tensors, expected, folder, override=fields.flag_for("KEY"))
-    _note_storage(tensors.values(), notes)
+    notes.note_storage(tensors.values())
     named = {_canonical(key, stages): ref for key, ref in tensors.items()}
     return DraftCheckpoint(
         path=folder,
@@ -331,16 +330,3 @@ def _borrowed(tensors: Mapping[str, TensorRef], notes: Notes) -> frozenset[str]:
         "borrowed", sorted(both), "the files hold neither embed.weight nor head.weight"
     )
     return both
-
-
-def _note_storage(tensors: Iterable[TensorRef], notes: Notes) -> None:
-    elements: Counter[str] = Counter()
-    for ref in tensors:
-        quantised = "FP4" if isinstance(ref, QuantisedRef) and ref.is_fp4 else "FP8"
-        elements[quantised if isinstance(ref, QuantisedRef) else ref.dtype] += ref.num_elements
-    kinds = [kind for kind, _ in elements.most_common()]
-    notes.decide("dtype", "+".join(kinds), "the tensors, the kind of most elements first")
-    if few := [kind for kind in kinds if kind in ("FP8", "FP4")]:
-        notes.decide(
-            "quantization", "+".join(few), "dequantised, exactly; activations are not rounded"
-        )

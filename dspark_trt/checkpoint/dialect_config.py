@@ -36,7 +36,8 @@ def inexpressible(config: DraftConfig, dialect_name: str) -> list[str]:
     """What this drafter has and the dialect has no words for."""
     faults = []
     if config.chain is not None:
-        faults.append("Eagle3 (a chain instead of a block)")
+        name = "Eagle3" if config.chain.mtp is None else "MTP layers"
+        faults.append(f"{name} (a chain instead of a block)")
     if config.decoder.deepseek is not None:
         faults.append("DeepSeek-V4 stages")
     in_place = config.slot_semantics is SlotSemantics.IN_PLACE

@@ -23,6 +23,7 @@ from dspark_trt.checkpoint.heads import (
     read_confidence,
     read_head,
 )
+from dspark_trt.checkpoint.mtp import mtp_sign, read_mtp
 from dspark_trt.checkpoint.records import (
     EMBEDDING,
     LM_HEAD,
@@ -64,6 +65,8 @@ def _read_dialect(folder: Path, fields: Fields, overrides: DraftOverrides) -> Dr
     files = read_tensors(folder)
     if (stage := deepseek_sign(files)) is not None:
         return read_deepseek(folder, fields, files, stage, overrides)
+    if (layer := mtp_sign(files)) is not None:
+        return read_mtp(folder, fields, files, layer, overrides)
     if (shown := eagle3_sign(fields, files)) is not None:
         return read_eagle3(folder, fields, files, shown, overrides)
     dialect, sign = recognise(fields, files)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dspark_trt.checkpoint.dialects import is_target
 from dspark_trt.checkpoint.draft import read_draft
+from dspark_trt.checkpoint.mtp import mtp_sign
 from dspark_trt.checkpoint.records import DraftCheckpoint, DraftOverrides, TargetCheckpoint
 from dspark_trt.checkpoint.source import hash_files, resolve_source
 from dspark_trt.checkpoint.target import read_target
@@ -16,13 +17,15 @@ def read_checkpoint(
     *,
     overrides: DraftOverrides = DraftOverrides(),  # noqa: B008 (frozen)
 ) -> DraftCheckpoint | TargetCheckpoint:
-    """Read ``source`` as what its tensor names show it to be.
+    """Read ``source`` as what its tensor names show it to be; a target with a layer that drafts, as the
+    drafter.
 
     Raises:
         CheckpointError: as ``read_draft`` and ``read_target``.
     """
     folder = resolve_source(source, revision=overrides.revision)
-    if is_target(read_tensors(folder)):
+    files = read_tensors(folder)
+    if is_target(files) and mtp_sign(files) is None:
         return read_target(folder)
     return read_draft(folder, overrides=overrides)
 

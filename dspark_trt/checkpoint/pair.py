@@ -32,8 +32,11 @@ def check_pair(draft: DraftCheckpoint, target: TargetCheckpoint) -> tuple[str, .
         if ours != theirs
     ]
     taps_last = drafter.decoder.deepseek is not None
-    if fault := layer_id_fault(
-        drafter.target_layer_ids, served.num_layers, taps_last=taps_last
+    is_mtp = drafter.chain is not None and drafter.chain.mtp is not None
+    if not is_mtp and (  # whose tap follows from the target's depth, compared above
+        fault := layer_id_fault(
+            drafter.target_layer_ids, served.num_layers, taps_last=taps_last
+        )
     ):
         faults.append(f"target_layer_ids {list(drafter.target_layer_ids)} {fault}")
     if faults:
@@ -53,7 +56,7 @@ def _warnings(draft: DraftCheckpoint, target: TargetCheckpoint) -> list[str]:
             f"{limit} tokens the drafter is outside its range"
         )
     mask = _tokenizer_mask(target)
-    if mask is not None and mask != draft.config.mask_token_id:
+    if draft.config.chain is None and mask is not None and mask != draft.config.mask_token_id:
         warnings.append(
             f"mask_token_id of the drafter is {draft.config.mask_token_id}, but the target's "
             f"tokenizer has its mask token at {mask}: the drafter's is used"

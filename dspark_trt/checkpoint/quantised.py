@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 FP8_BLOCK = (128, 128)
 FP4_BLOCK = (1, 32)
 
-_WEIGHT, _SCALE = ".weight", ".scale"
+_WEIGHT = ".weight"
+_SCALES = (".scale", ".weight_scale_inv")  # of V4 files, of V3 files
 _FP8 = "float8_e4m3fn"
 _FP4 = ("int8", "uint8")  # bytes of two elements
 _SCALE_DTYPES = ("float8_e8m0fnu", "float32", "bfloat16")
@@ -44,6 +45,10 @@ class QuantisedRef(TensorRef):
     is_fp4: bool
 
     @property
+    def kind(self) -> str:
+        return "FP4" if self.is_fp4 else "FP8"
+
+    @property
     def files(self) -> frozenset[Path]:
         return frozenset({self.file, self.scale.file})
 
@@ -63,12 +68,12 @@ def pair_scales(files: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
     Raises:
         CheckpointError: a quantised tensor without a scale, or in a form that is not known.
     """
-    joined: dict[str, TensorRef] = {}
-    for key, ref in files.items():
-        owner = key.removesuffix(_SCALE) + _WEIGHT
-        if key.endswith(_SCALE) and owner in files and _is_quantised(files[owner]):
-            continue
-        joined[key] = _joined(ref, files) if _is_quantised(ref) else ref
+    joined = {
+        key: _joined(ref, files) if _is_quantised(ref) else ref for key, ref in files.items()
+    }
+    for ref in tuple(joined.values()):
+        if isinstance(ref, QuantisedRef):
+            del joined[ref.scale.key]
     return joined
 
 
@@ -77,7 +82,8 @@ def _is_quantised(ref: TensorRef) -> bool:
 
 
 def _joined(ref: TensorRef, files: Mapping[str, TensorRef]) -> QuantisedRef:
-    scale = files.get(ref.key.removesuffix(_WEIGHT) + _SCALE)
+    stem = ref.key.removesuffix(_WEIGHT)
+    scale = next((files[stem + end] for end in _SCALES if stem + end in files), None)
     is_fp4 = ref.dtype in _FP4
     if len(ref.shape) != 2 or (ref.dtype != _FP8 and not is_fp4):
         raise CheckpointError(
@@ -90,7 +96,7 @@ def _joined(ref: TensorRef, files: Mapping[str, TensorRef]) -> QuantisedRef:
     kind = "FP4" if is_fp4 else "FP8"
     if scale is None:
         raise CheckpointError(
-            f"{ref.file}: {ref.key} is {kind}, but {ref.key.removesuffix(_WEIGHT)}{_SCALE} is missing"
+            f"{ref.file}: {ref.key} is {kind}, but {stem}{_SCALES[0]} (or {_SCALES[1]}) is missing"
         )
     if scale.shape != wanted or scale.dtype not in _SCALE_DTYPES:
         raise CheckpointError(

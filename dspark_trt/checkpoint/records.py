@@ -57,10 +57,24 @@ class Notes:
             elements[ref.dtype] += ref.num_elements
         dtypes = [dtype for dtype, _ in elements.most_common()]
         self.decide("dtype", "+".join(dtypes), "the tensors, the dtype of most elements first")
-        self.decide("rope", *_rope(decoder.rope))
+        self.note_rope(decoder.rope)
         if (setting := fields.find("quantization_config")) is not None:
             self.decide("quantization", None, f"{setting.where} ignored: every tensor is dense")
             self.warn(f"{setting.where} is set, but every tensor is dense: it was ignored")
+
+    def note_rope(self, rope: RopeConfig) -> None:
+        self.decide("rope", *_rope(rope))
+
+    def note_storage(self, tensors: Iterable[TensorRef]) -> None:
+        """Dtypes of files whose matrices may be of few bits."""
+        elements: Counter[str] = Counter()
+        for ref in tensors:
+            elements[ref.kind] += ref.num_elements
+        kinds = [kind for kind, _ in elements.most_common()]
+        self.decide("dtype", "+".join(kinds), "the tensors, the kind of most elements first")
+        if few := [kind for kind in kinds if kind.startswith("FP")]:
+            reason = "dequantised, exactly; activations are not rounded"
+            self.decide("quantization", "+".join(few), reason)
 
 
 def _rope(rope: RopeConfig) -> tuple[dict[str, Any], str]:

@@ -53,6 +53,11 @@ class TensorRef:
         return math.prod(self.shape)
 
     @property
+    def kind(self) -> str:
+        """How the elements are stored."""
+        return self.dtype
+
+    @property
     def files(self) -> frozenset[Path]:
         """Every file that ``load`` reads."""
         return frozenset({self.file})
