@@ -20,6 +20,7 @@ from dspark_trt.runtime.backends.interface import (
     TargetModel,
     Verifier,
 )
+from dspark_trt.runtime.backends.kernel_cache import KernelCache
 from dspark_trt.runtime.backends.open_parts import OpenParts
 from dspark_trt.runtime.cuda_graphs.buckets import Buckets, GraphKey
 from dspark_trt.tensorrt_library import load_library
@@ -55,7 +56,12 @@ class EngineBackend:
         library = load_library(name)
         self.engines = find_engines(bundle, name, version=library.version, device_arch=gpu.arch)
         self._device = _cuda_device(name, wanted)
-        self._loader = EngineLoader(library)
+        rtx = name == "tensorrt-rtx"
+        self._loader = EngineLoader(
+            library,
+            KernelCache(self.engines.path / f"kernels-{gpu.arch}.cache") if rtx else None,
+            captures=rtx and options.max_graphs == 0,
+        )
         self._parts = OpenParts(self._new_parts)
 
     def draft_model(self, requests: int) -> DraftModel:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_trt.engine_manifest import EngineRecord, Shape
 from dspark_trt.errors import BackendError
+from dspark_trt.runtime.backends.kernel_cache import KernelCache
 from dspark_trt.tensorrt_library import Library
 
 if TYPE_CHECKING:
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
 
 
 class EngineLoader:
-    """The library's runtime, which has to outlive its engines, and what it says while it fails."""
+    """The library's runtime, which has to outlive its engines, and what it says while it fails.
 
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    Args:
+        library: TensorRT or TensorRT-RTX.
+        kernels: what TensorRT-RTX has compiled on this machine.
+        captures: whether the library captures CUDA graphs itself, because nobody else does (TensorRT-RTX).
+    """
+
+    def __init__(
+        self, library: Library, kernels: KernelCache | None = None, *, captures: bool = False
+    ) -> None:
+        self.library, self.kernels = library, kernels
+        self._captures = captures
         trt, lines = library.module, list[str]()
 
         class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
@@ -50,6 +60,33 @@ class EngineLoader:
         if engine is None:
             raise BackendError(f"{file} does not load: {self.reason()}")
         return engine
+
+    def new_context(self, engine: Any, *, is_fixed: bool) -> Any:
+        """An execution context whose scratch memory is given to it; None where the library fails.
+
+        Args:
+            engine: the library's.
+            is_fixed: shapes and addresses will never change. TensorRT-RTX then specialises its kernels at once,
+                since later would be too late for a captured graph; shapes that change with every step, as
+                those of prompts do, take the kernels that fit all.
+        """
+        trt = self.library.module
+        user_managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        kernels = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
+        if kernels is None:
+            return engine.create_execution_context(user_managed)
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(user_managed)
+        strategy = kernels.EAGER if is_fixed else kernels.NONE
+        config.dynamic_shapes_kernel_specialization_strategy = strategy
+        graphs = trt.CudaGraphStrategy
+        captured = (
+            graphs.WHOLE_GRAPH_CAPTURE if is_fixed and self._captures else graphs.DISABLED
+        )
+        config.cuda_graph_strategy = captured
+        if self.kernels is not None:
+            self.kernels.attach(config)
+        return engine.create_execution_context(config)
 
     def reason(self) -> str:
         """The first error since the last call, the others follow from it: return values give none."""
@@ -91,25 +128,17 @@ class EngineContexts:
             BackendError: shapes no profile takes, or the library refused a call.
         """
         context = self._contexts.get(key)
+        is_new = context is None
         if context is None:
-            context = self._contexts[key] = self._new_context()
-            self._bind(context, tensors, stream)
-        elif key is None:
+            context = self._contexts[key] = self._new_context(is_fixed=key is not None)
+        if is_new or key is None:
             self._bind(context, tensors, stream)
         self._check(context.execute_async_v3(stream), "execute_async_v3")
+        if is_new and self._loader.kernels is not None:
+            self._loader.kernels.save()
 
-    def _new_context(self) -> Any:
-        trt = self._loader.library.module
-        user_managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        kernels = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
-        if kernels is None:
-            context = self._engine.create_execution_context(user_managed)
-        else:
-            config = self._engine.create_runtime_config()
-            config.set_execution_context_allocation_strategy(user_managed)
-            # Lazily specialised kernels would come too late for a captured graph.
-            config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
-            context = self._engine.create_execution_context(config)
+    def _new_context(self, *, is_fixed: bool) -> Any:
+        context = self._loader.new_context(self._engine, is_fixed=is_fixed)
         self._check(context is not None, "create_execution_context")
         context.set_device_memory(*self._memory)
         return context

@@ -202,7 +202,7 @@ class BackendOptions:
     providers: tuple[str, ...] = field(default=("CPUExecutionProvider",))
     device: str | None = None
     max_graphs: int = (
-        64  # captured CUDA graphs of each step; 0: none, steps are launched one by one
+        64  # captured CUDA graphs of each step; 0: none (TensorRT-RTX then captures its own)
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark_trt.errors import BackendError
 from dspark_trt.runtime.cuda_graphs.buckets import GraphKey, RecentGraphs
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class StepGraphs:
             replay = capture(lambda: self._step(key))
             self._put_back(before)
             replayed = self._outputs_of(replay)
-        except RuntimeError as error:
+        except (RuntimeError, BackendError) as error:
             reason = f"capture failed: {str(error).strip().splitlines()[0]}"
         else:
             if all(map(_same_bits, eager, replayed)):

@@ -18,6 +18,7 @@ from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.engine_backend import engine_buckets
 from dspark_trt.runtime.backends.engine_contexts import EngineContexts, EngineLoader
 from dspark_trt.runtime.backends.interface import BackendOptions
+from dspark_trt.runtime.backends.kernel_cache import KernelCache
 from dspark_trt.runtime.backends.torch_caches import DeviceCaches
 from dspark_trt.tensorrt_library import Library, load_library
 
@@ -105,31 +106,79 @@ class Context:
         return [call[1:] for call in self.calls if call[0] == name]
 
 
-def contexts(
-    made: list[Context], failing: str | None = None, specialises: bool = False
-) -> EngineContexts:
+def contexts(made: list[Context], failing: str | None = None) -> EngineContexts:
+    """Over TensorRT, which has no runtime configurations."""
     strategies = SimpleNamespace(USER_MANAGED="mine")
     trt = SimpleNamespace(ExecutionContextAllocationStrategy=strategies)
-    if specialises:
-        trt.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")
 
-    def create(config: Any) -> Context | None:
+    def create(strategy: str) -> Context | None:
         if failing == "create_execution_context":
             return None
         made.append(Context(failing))
-        made[-1].calls.append(("created", getattr(config, "strategy", config)))
         return made[-1]
 
-    engine = SimpleNamespace(
-        create_execution_context=create,
-        create_runtime_config=lambda: SimpleNamespace(
-            strategy="", set_execution_context_allocation_strategy=lambda _strategy: None
-        ),
-        device_memory_size_v2=1 << 20,
-    )
+    engine = SimpleNamespace(create_execution_context=create, device_memory_size_v2=1 << 20)
     library = Library("tensorrt", trt)  # type: ignore[arg-type]
-    loader = SimpleNamespace(library=library, reason=lambda: "out of memory")
-    run = EngineContexts("draft", engine, record(), loader)  # type: ignore[arg-type]
+    loader = EngineLoader.__new__(EngineLoader)  # without the library's runtime
+    loader.library, loader.kernels = library, None
+    loader.reason = lambda: "out of memory"  # type: ignore[method-assign]
+    run = EngineContexts("draft", engine, record(), loader)
+    run.use_memory(4096, 1 << 20)
+    return run
+
+
+class RuntimeCache:
+    """Stands in for the library's cache: holds a kernel for each context, and takes its own files only."""
+
+    MARK = b"kernels:"
+
+    def __init__(self) -> None:
+        self.kernels = b""
+
+    def deserialize(self, data: bytes) -> bool:
+        if not data.startswith(self.MARK):
+            return False
+        self.kernels = data.removeprefix(self.MARK)
+        return True
+
+    def serialize(self) -> memoryview:
+        return memoryview(self.MARK + self.kernels)
+
+
+class Rtx:
+    """Stands in for an engine of TensorRT-RTX, and counts what it had to compile."""
+
+    def __init__(self) -> None:
+        self.configs: list[SimpleNamespace] = []
+        self.compiled = 0
+        self.device_memory_size_v2 = 1 << 20
+
+    def create_runtime_config(self) -> SimpleNamespace:
+        def set_runtime_cache(cache: RuntimeCache) -> bool:
+            config.cache = cache
+            return True
+
+        config = SimpleNamespace(
+            cache=None,
+            create_runtime_cache=RuntimeCache,
+            set_runtime_cache=set_runtime_cache,
+            set_execution_context_allocation_strategy=lambda _strategy: None,
+        )
+        self.configs.append(config)
+        return config
+
+    def create_execution_context(self, config: SimpleNamespace) -> Context:
+        kernel = b"%d" % len(self.configs)
+        if kernel not in config.cache.kernels:
+            self.compiled += 1
+            config.cache.kernels += kernel
+        return Context(None)
+
+
+def rtx_contexts(engine: Rtx, file: Path, *, captures: bool = False) -> EngineContexts:
+    """With the library's own names of strategies."""
+    loader = EngineLoader(load_library("tensorrt-rtx"), KernelCache(file), captures=captures)
+    run = EngineContexts("draft", engine, record(), loader)
     run.use_memory(4096, 1 << 20)
     return run
 
@@ -194,14 +243,75 @@ def test_prompts_share_one_context_bound_anew() -> None:
     ]
 
 
-def test_kernels_are_specialised_before_a_capture() -> None:
-    made: list[Context] = []
-    contexts(made, specialises=True).run(tensors(1), stream=0, key=1)
-    config = made[0].calls[0]
-    assert config == (
-        "created",
-        "",
-    )  # made from a runtime configuration, not from a bare strategy
+@pytest.mark.trt
+@pytest.mark.parametrize("captures", [False, True])
+def test_strategies_of_steps_and_of_prompts(captures: bool, tmp_path: Path) -> None:
+    engine = Rtx()
+    run = rtx_contexts(engine, tmp_path / "kernels.cache", captures=captures)
+    run.run(tensors(1), stream=0, key=1)
+    run.run(tensors(2), stream=0)
+    trt = load_library("tensorrt-rtx").module
+    specialise, graphs = trt.DynamicShapesKernelSpecializationStrategy, trt.CudaGraphStrategy
+    found = [
+        (c.dynamic_shapes_kernel_specialization_strategy, c.cuda_graph_strategy)
+        for c in engine.configs
+    ]
+    own = graphs.WHOLE_GRAPH_CAPTURE if captures else graphs.DISABLED
+    assert found == [(specialise.EAGER, own), (specialise.NONE, graphs.DISABLED)]
+    assert engine.configs[0].cache is engine.configs[1].cache
+
+
+@pytest.mark.trt
+def test_compiled_kernels_are_kept_for_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "kernels-sm120.cache"
+    compiled = []
+    for damage in (False, False, True):
+        if damage:
+            file.write_bytes(b"noise")
+        engine = Rtx()
+        run = rtx_contexts(engine, file)
+        with caplog.at_level("INFO"):
+            for batch in (1, 2, 2):
+                run.run(tensors(batch), stream=0, key=batch)
+        compiled.append(engine.compiled)
+        assert file.read_bytes() == b"kernels:12"
+    assert compiled == [2, 0, 2]
+    assert caplog.text.count("is of another machine or version: kernels are compiled") == 1
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.trt
+def test_engines_run_where_kernels_cannot_be_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Rtx()
+    run = rtx_contexts(engine, tmp_path / "absent" / "kernels.cache")
+    for batch in (1, 2):
+        run.run(tensors(batch), stream=0, key=batch)
+    assert engine.compiled == 2
+    assert caplog.text.count("compiled kernels are not kept") == 1
+
+
+@pytest.mark.trt
+def test_the_library_has_what_is_asked_of_it() -> None:
+    trt = load_library("tensorrt-rtx").module
+    asked = {
+        trt.ICudaEngine: ["create_runtime_config", "device_memory_size_v2"],
+        trt.IRuntimeConfig: [
+            "set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache",
+            "dynamic_shapes_kernel_specialization_strategy", "cuda_graph_strategy",
+        ],
+        trt.IRuntimeCache: ["serialize", "deserialize"],
+        trt.IHostMemory: ["nbytes"],
+        trt.IExecutionContext: [
+            "set_device_memory", "set_optimization_profile_async", "set_input_shape",
+            "set_tensor_address", "execute_async_v3",
+        ],
+    }  # fmt: skip
+    for owner, names in asked.items():
+        assert [name for name in names if not hasattr(owner, name)] == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.checkpoint import read_draft, read_target
-from dspark_trt.errors import RequestError
+from dspark_trt.errors import BackendError, RequestError
 from dspark_trt.models.drafter import Drafter
 from dspark_trt.models.fixed_shapes import attention_over_capacity, fixed_shapes
 from dspark_trt.models.loading import (
@@ -91,11 +91,16 @@ def _fails(_step: Replay) -> Replay:
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
+def _engine_fails(_step: Replay) -> Replay:
+    raise BackendError("engine draft: execute_async_v3 failed: it allocates")
+
+
 @pytest.mark.parametrize(
     ("capture", "reason"),
     [
         (lambda _step: lambda: None, "a replay gave other bits than the eager step"),
         (_fails, "capture failed: operation not permitted when stream is capturing"),
+        (_engine_fails, "capture failed: engine draft: execute_async_v3 failed: it allocates"),
     ],
 )
 def test_a_graph_that_differs_is_refused_aloud(
