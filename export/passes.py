@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graph passes of the exporter. Each changes the model in place and says how many places it changed."""
 
+import onnx
 import onnx_ir as ir
 
 from dspark_trt.bindings import TRANSPOSED_SUFFIX
@@ -50,9 +51,9 @@ def drop_unused_outputs(model: ir.Model) -> int:
     """Trailing outputs nobody reads: TensorRT's parser rejects the optional ones of `Attention`."""
     dropped = 0
     for node in model.graph:
-        used = len(node.outputs)
+        used, required = len(node.outputs), _required_outputs(node)
         while (
-            used > 1
+            used > required
             and not node.outputs[used - 1].uses()
             and not node.outputs[used - 1].is_graph_output()
         ):
@@ -61,6 +62,13 @@ def drop_unused_outputs(model: ir.Model) -> int:
             dropped += len(node.outputs) - used
             node.resize_outputs(used)
     return dropped
+
+
+def _required_outputs(node: ir.Node) -> int:
+    """`TopK` has two, whether or not both are read."""
+    if node.domain or not onnx.defs.has(node.op_type):
+        return 1
+    return max(onnx.defs.get_schema(node.op_type).min_output, 1)
 
 
 def unfilled(value: ir.Value) -> ir.TensorProtocol:

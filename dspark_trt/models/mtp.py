@@ -94,7 +94,8 @@ class GroupRouter(nn.Module):
             grouped = moved.unflatten(-1, (self.mtp.groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(-1)
             index = best.topk(self.mtp.groups_taken, dim=-1).indices
-            open_groups = torch.zeros_like(best).scatter(-1, index, torch.ones_like(best))
+            ones = torch.ones_like(index, dtype=best.dtype)
+            open_groups = torch.zeros_like(best).scatter(-1, index, ones)
             moved = grouped.masked_fill(open_groups.unsqueeze(-1) == 0, -1e30).flatten(-2)
         index = moved.topk(self.config.per_token, dim=-1).indices
         taken = scores.gather(-1, index)

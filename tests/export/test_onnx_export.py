@@ -427,3 +427,12 @@ def test_only_trailing_unread_outputs_are_dropped() -> None:
     assert drop_unused_outputs(model) == 1
     (split,) = (node for node in model.graph if node.op_type == "Split")
     assert [value.name for value in split.outputs] == ["a"]
+
+
+def test_outputs_that_an_operator_must_have_stay() -> None:
+    text = """
+    <ir_version: 10, opset_import: ["" : 24]>
+    g (float[4] x, int64[1] k) => (float[1] best) { best, unread = TopK(x, k) }
+    """
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    assert drop_unused_outputs(model) == 0

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.checkpoint import TargetCheckpoint, read_draft, read_target
+from dspark_trt.checkpoint import TargetCheckpoint, read_draft
 from dspark_trt.export.bundle_from_checkpoints import export_bundle
 from dspark_trt.export.parity import check_parity
-from dspark_trt.models.loading import load_target
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
-from tests.checkpoints import Weights, edit_tensors, write_target
+from tests.bigram import bigram_target, successors
+from tests.checkpoints import Weights, edit_tensors
 from tests.checkpoints_deepseek import (
     StageDims,
     deepseek_weights,
@@ -28,26 +28,6 @@ from tests.export.draft_reference import Doubles
 SIZES = StageDims(stages=1, sinkhorn=2, rank=320)
 PROMPTS = ((5, 17, 200, 3), tuple(range(40, 60)))
 NEW_TOKENS = 24
-
-
-def bigram_target(path: Path) -> TargetCheckpoint:
-    """A target whose layers add nothing: its next token follows from the last one."""
-
-    def silence(weights: Weights) -> None:
-        for name, tensor in weights.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                tensor.zero_()
-
-    edit_tensors(write_target(path, tied=False), silence)
-    return read_target(path)
-
-
-def successors(target: TargetCheckpoint) -> list[int]:
-    """The greedy next token of every token."""
-    module = load_target(target, (0,))
-    with torch.inference_mode():
-        hidden = module.norm(module.embed_tokens.weight.float())
-        return module.lm_head(hidden).argmax(-1).tolist()
 
 
 @pytest.fixture(scope="module")

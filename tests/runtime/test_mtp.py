@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP-1 in the engine and in `compare`: rounds of a loop in float64, and output that is the target's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dspark_trt.bundle import Bundle
+from dspark_trt.checkpoint import TargetCheckpoint, read_draft
+from dspark_trt.export.bundle_from_checkpoints import export_bundle
+from dspark_trt.export.parity import check_parity
+from dspark_trt.runtime.comparison import ComparisonPlan, compare_drafters
+from dspark_trt.runtime.engine import Engine, EngineOptions
+from dspark_trt.runtime.request import Request, SamplingParams
+from dspark_trt.runtime.trace_collection import Prompt
+from tests.bigram import bigram_target, successors
+from tests.checkpoints import Weights, edit_tensors
+from tests.checkpoints_mtp import MtpDims, mtp_weights, write_mtp
+from tests.export.draft_reference import Doubles, rms
+from tests.export.mtp_reference import MtpReference
+
+SIZES = MtpDims(experts=4, groups=2, groups_taken=1, per_token=2)
+PROMPTS = ((5, 17, 200, 3), tuple(range(40, 60)))
+NEW_TOKENS = 30
+
+
+def knowing(weights: Weights) -> Weights:
+    """The embedding of the last token reaches the head, disturbed by everything else in the layer."""
+    eye = torch.eye(SIZES.hidden)
+    return weights | {
+        "eh_proj.weight": torch.cat(
+            (2.5 * eye, weights["eh_proj.weight"][:, SIZES.hidden :]), 1
+        ),
+        "enorm.weight": torch.ones(SIZES.hidden),
+        "shared_head.norm.weight": torch.ones(SIZES.hidden),
+    }
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetCheckpoint:
+    return bigram_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def bundle(target: TargetCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("mtp")
+    path = write_mtp(
+        folder / "draft",
+        owns_vocabulary=False,
+        experts=4,
+        groups=2,
+        groups_taken=1,
+        per_token=2,
+    )
+    stem = f"model.layers.{SIZES.target_layers}."
+
+    def teach(stored: Weights) -> None:
+        own = knowing(mtp_weights(SIZES))
+        stored.update({name: own[name.removeprefix(stem)] for name in stored if stem in name})
+
+    edit_tensors(path, teach)
+    return export_bundle(read_draft(path), target, folder / "bundle")
+
+
+def test_graphs_equal_the_modules(bundle: Bundle) -> None:
+    assert not {"backbone", "sequential_head", "confidence_head"} & set(bundle.graph_names)
+    results: list[Any] = list(check_parity(bundle))
+    assert {result.name for result in results} >= {"context", "draft", "draft_greedy", "target"}
+    assert [result for result in results if not result.passed] == []
+
+
+def doubles(target: TargetCheckpoint) -> dict[str, Doubles]:
+    weights = {name: w.double().numpy() for name, w in knowing(mtp_weights(SIZES)).items()}
+    served = {name: target.tensors[name].load().double().numpy() for name in target.tensors}
+    return weights | {
+        "embed_tokens.weight": served["embed_tokens.weight"],
+        "shared_head.head.weight": served["lm_head.weight"],
+        "target's norm": served["norm.weight"],
+    }
+
+
+def loop(
+    target: TargetCheckpoint, prompt: tuple[int, ...], follows: list[int]
+) -> tuple[list[int], list[int]]:
+    """Tokens after the prompt and tokens committed a round, by the textbook."""
+    weights = doubles(target)
+    reference = MtpReference(weights, SIZES)
+    tokens, lengths = [*prompt, follows[prompt[-1]]], []
+    while len(tokens) - len(prompt) < NEW_TOKENS:
+        hidden = rms(weights["embed_tokens.weight"][tokens[:-1]], weights["target's norm"])
+        drafted = int(reference.logits(hidden, tokens[1:]).argmax())
+        accepted = drafted == follows[tokens[-1]]
+        for _ in range(1 + accepted):
+            tokens.append(follows[tokens[-1]])
+        lengths.append(1 + accepted)
+    return tokens[len(prompt) :][:NEW_TOKENS], lengths
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_rounds_are_those_of_a_loop_in_float64(
+    bundle: Bundle, target: TargetCheckpoint, backend: str
+) -> None:
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=())
+    requests = [Request(prompt_ids=prompt, params=params) for prompt in PROMPTS]
+    with Engine.load(
+        bundle, backend=backend, options=EngineOptions(max_batch=2), scheduler="fixed:1"
+    ) as engine:
+        answers = engine.generate(requests)
+    seen = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens, lengths = loop(target, prompt, successors(target))
+        assert list(answer.token_ids) == tokens
+        ours = list(answer.stats.accepted_lengths)
+        assert ours[:-1] == lengths[: len(ours) - 1]
+        seen += ours[:-1]
+    assert min(seen.count(1), seen.count(2)) > 4  # the context decides
+
+
+def test_it_is_compared_like_any_drafter(bundle: Bundle) -> None:
+    plan = ComparisonPlan(max_new_tokens=16, requests=2, turns=1)
+    (result,) = compare_drafters([bundle], [Prompt(ids) for ids in PROMPTS], plan)
+    assert result.gamma == 1
+    assert 1 < result.accepted_length < 2
+    assert len(result.conditional_acceptance) == 1
