@@ -40,29 +40,37 @@ class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no type
         self.tokens = self.prompt_tokens = 0
         self.reasons: Counter[str] = Counter()  # decoding requests by why ℓ was chosen
         # Drafted rounds by ℓ and accepted drafts: all there is to say about acceptance.
-        self._outcomes = np.zeros((gamma + 1, gamma + 1), np.int64)
+        self._outcomes: Counter[tuple[int, int]] = Counter()
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.finished: Counter[str] = Counter()
         self._gamma = gamma
         self._gap = calibration_gap
         self.registry.register(self)
 
+    def _table(self) -> Counts:  # [K+1, K+1]
+        """Drafted rounds by ℓ and accepted drafts."""
+        table = np.zeros((self._gamma + 1, self._gamma + 1), np.int64)
+        for outcome, rounds in self._outcomes.items():
+            table[outcome] = rounds
+        return table
+
     @property
     def lengths(self) -> Counts:  # [K+1]
         """Drafted rounds by ℓ."""
-        return np.asarray(self._outcomes.sum(axis=1))
+        return np.asarray(self._table().sum(axis=1))
 
     @property
     def accepted_lengths(self) -> Counts:  # [K+1]
         """Drafted rounds by accepted drafts."""
-        return np.asarray(self._outcomes.sum(axis=0))
+        return np.asarray(self._table().sum(axis=0))
 
     @property
     def reached(self) -> Counts:  # [K]
         """Drafts verified at a position, all before them accepted."""
-        verified, accepted = np.indices(self._outcomes.shape)
+        table = self._table()
+        verified, accepted = np.indices(table.shape)
         seen = np.minimum(accepted + 1, verified)
-        return np.array([self._outcomes[seen > k].sum() for k in range(self._gamma)])
+        return np.array([table[seen > k].sum() for k in range(self._gamma)])
 
     @property
     def accepted(self) -> Counts:  # [K]
@@ -82,22 +90,23 @@ class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no type
     def observe(self, report: RoundReport) -> None:
         """Count one round."""
         self.rounds += 1
-        self.tokens += int(report.committed.sum())
+        self.tokens += sum(report.committed.tolist())
         self.target_rows += report.target_rows
         decoding = report.decoding
-        self.prompt_tokens += report.target_rows - int((decoding * (1 + report.lengths)).sum())
+        self.prompt_tokens += report.target_rows - int(np.dot(decoding, 1 + report.lengths))
         for stage, seconds in report.seconds.items():
             self.seconds[stage] += seconds
         drafted = report.drafted
         if report.planned is not None:
-            self.reasons[report.planned.reason] += int(drafted.sum())
+            self.reasons[report.planned.reason] += int(np.count_nonzero(drafted))
         if not drafted.all():
             resting = zip(report.sequences, decoding & ~drafted, strict=True)
             count = sum(s.request.speculate for s, rests in resting if rests)
             self.reasons[report.undrafted_reason] += count
             if not drafted.any():
                 return
-        np.add.at(self._outcomes, (report.lengths[drafted], report.accepted[drafted]), 1)
+        verified, accepted = report.lengths[drafted], report.accepted[drafted]
+        self._outcomes.update(zip(verified.tolist(), accepted.tolist(), strict=True))
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus sees."""

@@ -260,7 +260,7 @@ class Rounds:
         stages.end("target")
         verified = self._verify(count, draft, lengths, rows, target)
         stages.end("verify")
-        accepted = np.where(decoding, np.maximum(verified.accepted, 0), 0)
+        accepted = np.maximum(verified.accepted, 0) * decoding
         if draft is not None and self._strict_margin:
             verified, accepted = self._before_near_ties(verified, lengths, target.logits)
         done = _Done(
@@ -269,7 +269,7 @@ class Rounds:
             lengths=lengths,
             verified=verified,
             accepted=accepted,
-            taps=[target.taps[a:b] for a, b in pairwise(rows.offsets)],
+            taps=[target.taps[a:b] for a, b in pairwise(rows.offsets.tolist())],
             target_rows=len(rows.token_ids),
             draft=None if draft is None else draft.output,
             planned=planned,
@@ -382,14 +382,14 @@ class Rounds:
         """
         drafted = self._drafting(decoding)
         drafting = int(np.count_nonzero(drafted))
+        if drafted[:drafting].all():
+            return decoding, drafted
         idle, misplaced = (
             np.flatnonzero(~drafted[:drafting]),
             np.flatnonzero(drafted[drafting:]),
         )
         for front, back in zip(idle.tolist(), misplaced.tolist(), strict=True):
             self._swap(front, drafting + back)
-        if not idle.size:
-            return decoding, drafted
         decoding = self._decoding(len(decoding))
         return decoding, self._drafting(decoding)
 
@@ -476,11 +476,13 @@ class Rounds:
     ) -> Verification:
         """Every request verifies its ℓ drafts; a prefilling one has ℓ = 0 on its last row."""
         table = self.table
-        offsets = np.zeros(count + 1, np.int64)
-        np.cumsum(1 + lengths, out=offsets[1:])
-        tokens = np.zeros((count, self._gamma), np.int64)
-        if draft is not None:
-            tokens[: len(draft.output.tokens)] = draft.output.tokens
+        offsets = rows.offsets
+        if len(rows.logit_rows) < len(
+            rows.token_ids
+        ):  # prompts ask for their last row's logits
+            offsets = np.zeros(count + 1, np.int64)
+            np.cumsum(1 + lengths, out=offsets[1:])
+        tokens = self._draft_tokens(count, draft)
         return self._verifier.verify(
             VerifyInputs(
                 target_logits=target.logits,
@@ -495,6 +497,15 @@ class Rounds:
                 processors=self._processed(count, offsets, tokens, lengths),
             )
         )
+
+    def _draft_tokens(self, count: int, draft: _Draft | None) -> Ints:
+        """As ``_draft_logits``."""
+        if draft is not None and len(draft.output.tokens) == count:
+            return draft.output.tokens
+        padded = np.zeros((count, self._gamma), np.int64)
+        if draft is not None:
+            padded[: len(draft.output.tokens)] = draft.output.tokens
+        return padded
 
     def _draft_logits(self, count: int, draft: _Draft | None) -> Floats:
         """The drafter's own buffer, or a larger one where the last rows did not draft: they have ℓ = 0, so
