@@ -4,9 +4,10 @@
 from dataclasses import dataclass
 
 from dspark_trt.bundle import COST_TABLE
+from dspark_trt.config import ConfidenceInput
 from dspark_trt.errors import RequestError, TableError
 from dspark_trt.runtime.backends import Backend
-from dspark_trt.runtime.backends.interface import TargetModel
+from dspark_trt.runtime.backends.interface import RunsRounds, TargetModel
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.cost_table_formats import load_cost_table
@@ -45,8 +46,8 @@ def choose_scheduling(
     """Resolve a name or take a scheduler as it is.
 
     Args:
-        choice: ``auto`` weighs costs if there is a cost table that holds here, else every draft is
-            verified; ``fixed:K`` (0: never draft), ``threshold:C``, ``algorithm1``, ``async``; or a
+        choice: ``auto`` weighs costs if there is a cost table that holds here (as ``async`` where a GPU runs
+            whole rounds, else as ``algorithm1``), else every draft is verified; ``fixed:K`` (0: never draft), ``threshold:C``, ``algorithm1``, ``async``; or a
             scheduler.
         backend: what runs the bundle, in whose folder the cost table is looked for.
         costs: instead of the bundle's own.
@@ -77,9 +78,17 @@ def choose_scheduling(
         costs, note = bundled_costs(backend, target)
     if costs is None and choice == AUTO:
         return Scheduling(Fixed(gamma), None, None, note)
-    # The engine launches nothing ahead: a budget from the past has no advantage over this round's confidences.
-    scheduler = Asynchronous(costs) if choice == "async" else Algorithm1(costs)
+    is_ahead = choice == "async" or (choice == AUTO and _gains_from_launching(backend, target))
+    scheduler = Asynchronous(costs) if is_ahead else Algorithm1(costs)
     return Scheduling(scheduler, costs, bypass or Bypass(), note)
+
+
+def _gains_from_launching(backend: Backend, target: TargetModel | None) -> bool:
+    """Whether a budget from the past saves waits for a GPU; elsewhere this round's confidences are better."""
+    draft = backend.bundle.draft
+    can_launch = isinstance(backend, RunsRounds) and target is None and draft.chain is None
+    has_head = draft.confidence is not ConfidenceInput.NONE
+    return can_launch and has_head and backend.options.device != "cpu"
 
 
 def bundled_costs(

@@ -98,6 +98,8 @@ class DeviceParts:
         self.target_caches = None if target is None else caches(target.decoder)
         self._max_graphs, self._top_logprobs = max_graphs, top_logprobs
         self._capture = capture
+        # Ranges of the profiler's timeline.
+        self.named = torch.cuda.nvtx.range if device.type == "cuda" else nullcontext
         if device.type == "cuda" and max_graphs:
             self._capture = cuda_capture(torch.cuda.graph_pool_handle())
 
@@ -110,7 +112,6 @@ class DeviceParts:
     ) -> StepGraphs:
         """Graphs of a step that writes the buffers `outputs`, those that this drafter has."""
         tensors = [self.buffers[o] for o in outputs if o in self.plan.placements]
-        on_gpu = self.device.type == "cuda"
         return StepGraphs(
             name,
             step,
@@ -118,7 +119,7 @@ class DeviceParts:
             state=state,
             capture=self._capture,
             limit=self._max_graphs,
-            named=torch.cuda.nvtx.range if on_gpu else nullcontext,
+            named=self.named,
         )
 
     def draft_model(self, steps: Steps) -> DeviceDraftModel:

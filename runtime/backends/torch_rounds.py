@@ -189,11 +189,12 @@ class TorchRounds:
         self._make_room(batch, inputs.limits)
         self._tell(batch, inputs)
         version = self._parts.draft_caches.version + self._target_caches.version
-        begin = _Instant(self._parts.device)
-        self.draft_graphs.run(draft, version)
-        between = _Instant(self._parts.device)
-        self.round_graphs.run(rest, version)
-        end = _Instant(self._parts.device)
+        with self._parts.named(f"launch {batch} requests, {inputs.budget} drafts"):
+            begin = _Instant(self._parts.device)
+            self.draft_graphs.run(draft, version)
+            between = _Instant(self._parts.device)
+            self.round_graphs.run(rest, version)
+            end = _Instant(self._parts.device)
         self._results.reverse()
         hosts = tuple(each[:batch] for each in self._results[0])
         for host, source in zip(hosts, (self._result, self._scores), strict=True):
@@ -206,9 +207,9 @@ class TorchRounds:
             if takes == self._takes:
                 self._most_rows[:batch] -= limits - accepted
 
-        return TorchRound(
-            self._buffers.arrival(), hosts, self._has_confidence, (begin, between, end), learn
-        )
+        arrival = self._buffers.arrival()
+        instants = (begin, between, end)
+        return TorchRound(self._parts, arrival, hosts, self._has_confidence, instants, learn)
 
     def _tell(self, batch: int, inputs: RoundInputs) -> None:
         """Write what the host decided; it reads nothing."""
@@ -328,12 +329,14 @@ class TorchRound:
 
     def __init__(
         self,
+        parts: DeviceParts,
         arrival: Arrival,
         hosts: tuple[Tensor, ...],
         has_confidence: bool,
         instants: tuple[_Instant, _Instant, _Instant],
         learn: Callable[[Ints], None],
     ) -> None:
+        self._named = parts.named
         self._arrival, self._hosts, self._has_confidence = arrival, hosts, has_confidence
         self._instants, self._learn = instants, learn
         self._committed: Committed | None = None
@@ -341,7 +344,8 @@ class TorchRound:
     def read(self) -> Committed:
         """Wait for the committed tokens."""
         if self._committed is None:
-            self._arrival.wait()
+            with self._named("wait for committed tokens"):
+                self._arrival.wait()
             result, scores = (each.numpy().copy() for each in self._hosts)
             begin, between, end = self._instants
             self._committed = Committed(

@@ -15,10 +15,18 @@ from numpy.typing import NDArray
 from dspark_trt.bundle import load_bundle
 from dspark_trt.engine_manifest import MANIFEST
 from dspark_trt.runtime.backends import open_backend
-from dspark_trt.runtime.backends.interface import Backend, DraftInputs
+from dspark_trt.runtime.backends.interface import (
+    Backend,
+    DraftInputs,
+    DraftModel,
+    RunsRounds,
+    TargetModel,
+)
 from dspark_trt.runtime.ragged import ragged_rows
 from gpu_check.part import CheckError, Clock, Report
+from gpu_check.rounds import greedy_rows, inputs
 
+TOKENS = 32
 TOLERANCE = 0.02  # of the largest logit: two float16 implementations
 
 
@@ -56,10 +64,22 @@ def compared(backend: str, options: argparse.Namespace) -> Report:
     }
     if not max(errors.values()) < TOLERANCE:
         raise CheckError(f"{backend}: logits differ from torch's by {errors} of their size")
-    same = (
-        np.equal(torch_outputs["draft tokens"], engine_outputs["draft tokens"]).cumprod().sum()
-    )
-    return {"built_s": built_s, "errors": errors, "equal_draft_tokens": int(same)}
+    tokens = {
+        name: torch_outputs[name].size for name in ("draft tokens", "round tokens")
+    }  # two float16 implementations part ways at a near tie
+    equal = {name: common(torch_outputs[name], engine_outputs[name]) for name in tokens}
+    if not min(equal.values()):
+        raise CheckError(f"{backend}: its first token is another than torch's: {equal}")
+    return {
+        "built_s": built_s,
+        "errors": errors,
+        "equal_tokens": {name: f"{equal[name]} of {count}" for name, count in tokens.items()},
+    }
+
+
+def common(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """Tokens before the first that differs."""
+    return int(np.equal(one, other).cumprod().sum())
 
 
 def outputs(backend: Backend) -> dict[str, NDArray[Any]]:
@@ -85,6 +105,24 @@ def outputs(backend: Backend) -> dict[str, NDArray[Any]]:
     )
     found["draft logits"] = np.array(drafted.logits)[:, 0]  # behind it, they follow the tokens
     found["draft tokens"] = np.array(drafted.tokens[0])
+    found["round tokens"] = rounds(backend, target, drafter, tokens[:20])
     target.close()
     drafter.close()
     return found
+
+
+def rounds(
+    backend: Backend, target: TargetModel, drafter: DraftModel, prompt: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Greedy tokens of one request in rounds that are launched as a whole."""
+    assert isinstance(backend, RunsRounds)
+    gamma = backend.bundle.draft.gamma
+    step = target.step(ragged_rows([prompt], np.array([0]), np.zeros(1, np.bool_)))
+    drafter.append(0, step.taps, 0)
+    first = int(np.asarray(step.logits)[0].argmax())
+    device_rounds, made = backend.rounds(1), [first]
+    device_rounds.take(greedy_rows(backend.bundle.draft, [first], [len(prompt)]))
+    while len(made) < TOKENS:
+        committed = device_rounds.launch(inputs(1, gamma, gamma)).read()
+        made += committed.tokens[0, : committed.accepted[0] + 1].tolist()
+    return np.array(made[:TOKENS])

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from dspark_trt.config import DraftConfig
 from dspark_trt.runtime.backends.interface import (
     Committed,
     DecodingRows,
@@ -70,25 +71,28 @@ def begin(
     rows = ragged_rows(prompts, np.zeros(requests, np.int64), np.zeros(requests, np.bool_))
     output = models.target.step(rows)
     first = np.asarray(output.logits).argmax(1).tolist()
-    gamma, lengths = pair.draft.gamma, np.array(list(map(len, prompts)), np.int64)
-    zeros = np.zeros(requests, np.int64)
     for r in range(requests):
         models.draft.append(r, output.taps[rows.offsets[r] : rows.offsets[r + 1]], 0)
     made = TorchRounds(models.parts, models.parts.module_steps(pair.drafter, pair.served))
-    made.take(
-        DecodingRows(
-            anchor_ids=np.array(first, np.int64),
-            new_taps=np.zeros((requests, gamma + 1, pair.draft.tap_size), np.float32),
-            new_len=zeros,
-            draft_len=lengths,
-            target_len=lengths,
-            temperature=np.zeros(requests, np.float32),
-            top_k=zeros,
-            top_p=np.ones(requests, np.float32),
-            min_p=np.zeros(requests, np.float32),
-        )
-    )
+    made.take(greedy_rows(pair.draft, first, list(map(len, prompts))))
     return made, [[token] for token in first]
+
+
+def greedy_rows(config: DraftConfig, anchors: list[int], lengths: list[int]) -> DecodingRows:
+    """Requests whose prompts both caches hold."""
+    count, cached = len(anchors), np.array(lengths, np.int64)
+    zeros = np.zeros(count, np.int64)
+    return DecodingRows(
+        anchor_ids=np.array(anchors, np.int64),
+        new_taps=np.zeros((count, config.gamma + 1, config.tap_size), np.float32),
+        new_len=zeros,
+        draft_len=cached,
+        target_len=cached,
+        temperature=np.zeros(count, np.float32),
+        top_k=zeros,
+        top_p=np.ones(count, np.float32),
+        min_p=np.zeros(count, np.float32),
+    )
 
 
 def inputs(requests: int, gamma: int, budget: int) -> RoundInputs:

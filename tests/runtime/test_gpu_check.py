@@ -17,8 +17,8 @@ import torch
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions
-from dspark_trt.runtime.backends.ort_device_backend import OrtDeviceBackend
 from tests.conftest import ROOT
+from tests.runtime.test_torch_graph_steps import LaunchingOrt
 
 # What a GPU machine need not have: importing it fails.
 BARE = """
@@ -109,8 +109,11 @@ def test_what_engines_are_held_against(
     engines = importlib.import_module("gpu_check.engines")
     options = BackendOptions(device="cpu", threads=1)
     one = engines.outputs(open_backend("torch", tiny_bundle, options))
-    other = engines.outputs(OrtDeviceBackend(tiny_bundle, options))
-    assert one.keys() == {"prompt logits", "verify logits", "draft logits", "draft tokens"}
+    other = engines.outputs(LaunchingOrt(tiny_bundle, options))
+    assert one.keys() == {
+        "prompt logits", "verify logits", "draft logits", "draft tokens", "round tokens",
+    }  # fmt: skip
+    assert engines.common(one["round tokens"], other["round tokens"]) == engines.TOKENS
     for name, values in one.items():
         np.testing.assert_allclose(values, other[name], atol=1e-3, err_msg=name)
 

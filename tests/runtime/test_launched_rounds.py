@@ -5,6 +5,7 @@ tokens, lengths, confidences and counts, and no wait before the committed tokens
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from dspark_trt.bundle import Bundle
 from dspark_trt.errors import BackendError
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions, RoundInputs
+from dspark_trt.runtime.backends.torch_backend import TorchBackend
 from dspark_trt.runtime.backends.torch_rounds import TorchRounds
 from dspark_trt.runtime.cost_table import CostTable
 from dspark_trt.runtime.engine import Engine, EngineOptions
@@ -23,6 +25,7 @@ from dspark_trt.runtime.launched_rounds import PROCESSED, PROMPT, TOO_EARLY, UND
 from dspark_trt.runtime.request import Completion, FinishReason, Request, SamplingParams
 from dspark_trt.runtime.rounds import RoundReport
 from dspark_trt.runtime.scheduler import Algorithm1, Asynchronous, Scheduler
+from dspark_trt.runtime.scheduling import choose_scheduling
 from dspark_trt.runtime.trace_recorder import TraceRecorder
 from dspark_trt.runtime.traces import Traces
 from tests.conftest import ExportBundle
@@ -247,6 +250,15 @@ def test_engines_that_launch_nothing_say_why(
     )
     with engine:
         assert reason in engine.status()["launched_rounds"]["never"]
+
+
+def test_costs_are_weighed_ahead_where_that_saves_waits_for_a_gpu(tiny_bundle: Bundle) -> None:
+    backend = TorchBackend(tiny_bundle, CPU)
+    assert isinstance(choose_scheduling("auto", backend, costs=COSTS).scheduler, Algorithm1)
+    backend.options = replace(backend.options, device="cuda:0")  # nothing is opened on it
+    assert isinstance(choose_scheduling("auto", backend, costs=COSTS).scheduler, Asynchronous)
+    named = choose_scheduling("algorithm1", backend, costs=COSTS)
+    assert isinstance(named.scheduler, Algorithm1)
 
 
 def test_a_round_that_fails_is_run_again_with_nothing_lost(
