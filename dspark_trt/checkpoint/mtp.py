@@ -91,7 +91,8 @@ def read_mtp(
         folder,
         override=fields.flag_for("KEY"),
     )
-    if others := len(files) - len(layer) - sum(ref.key not in layer for ref in shared.values()):
+    used = {ref.key for ref in shared.values()}
+    if others := sum(not key.startswith(prefix) and key not in used for key in files):
         notes.decide("unused_tensors", others, f"outside {prefix}*: the target's")
     named = {_canonical(key.removeprefix(prefix)): ref for key, ref in stored.items()} | shared
     notes.note_storage(named.values())
@@ -197,9 +198,18 @@ def _config(fields: Fields, depth: int, overrides: DraftOverrides, notes: Notes)
     notes.decide("gamma", 1, "an MTP layer drafts the token after next")
     notes.decide("target_layer_ids", [depth], "the format; this id is the target's final norm")
     mtp = _mtp(fields, notes)
+    experts = _experts(fields, depth, notes)
+    if experts is not None and experts.count % mtp.groups:
+        raise fields.error(
+            f"{experts.count} experts cannot be split into {mtp.groups} groups", "n_group"
+        )
+    if experts is not None and mtp.groups > 1 and experts.count == mtp.groups:
+        raise fields.error(
+            "groups of one expert are not supported: they go by their best two", "n_group"
+        )
     try:
         return DraftConfig(
-            decoder=_decoder(fields, depth, mtp, notes),
+            decoder=_decoder(fields, mtp, experts, notes),
             block_slots=1,
             slot_semantics=SlotSemantics.ANCHOR_FIRST,
             mask_token_id=0,  # a chain has no masks
@@ -215,7 +225,9 @@ def _config(fields: Fields, depth: int, overrides: DraftOverrides, notes: Notes)
         raise fields.error(str(error), "KEY") from error
 
 
-def _decoder(fields: Fields, depth: int, mtp: MtpConfig, notes: Notes) -> DecoderConfig:
+def _decoder(
+    fields: Fields, mtp: MtpConfig, experts: ExpertsConfig | None, notes: Notes
+) -> DecoderConfig:
     rope = rope_from_fields(fields)
     notes.note_rope(rope)
     return DecoderConfig(
@@ -230,7 +242,7 @@ def _decoder(fields: Fields, depth: int, mtp: MtpConfig, notes: Notes) -> Decode
         rope=rope,
         max_positions=fields.required_integer("max_position_embeddings"),
         qk_norm=False,
-        experts=_experts(fields, depth, notes),
+        experts=experts,
         keys_are_values=True,
     )
 
@@ -247,13 +259,16 @@ def _experts(fields: Fields, depth: int, notes: Notes) -> ExpertsConfig | None:
             f"{count.where} is {count.value}, expected 1 to {_MAX_EXPERTS}", count.where
         )
     normalised = fields.flag("norm_topk_prob")
-    return ExpertsConfig(
-        count=count.value,
-        per_token=fields.required_integer("num_experts_per_tok"),
-        intermediate_size=fields.required_integer("moe_intermediate_size"),
-        normalised=bool(normalised and normalised.value),
-        layers=(0,),
-    )
+    try:
+        return ExpertsConfig(
+            count=count.value,
+            per_token=fields.required_integer("num_experts_per_tok"),
+            intermediate_size=fields.required_integer("moe_intermediate_size"),
+            normalised=bool(normalised and normalised.value),
+            layers=(0,),
+        )
+    except ValueError as error:
+        raise fields.error(str(error), "KEY") from error
 
 
 def _mtp(fields: Fields, notes: Notes) -> MtpConfig:
