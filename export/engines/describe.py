@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.engine_manifest import (
+    EngineRecord,
     EngineSet,
     check_engine_file,
     covers,
     read_engine_manifest,
 )
 from dspark_trt.errors import BackendError, BundleError
+from dspark_trt.export.engines.layer_times import layer_shares
 from dspark_trt.gpu import visible_gpu
 from dspark_trt.tensorrt_library import load_library
 
@@ -56,29 +58,30 @@ def describe_engine(path: Path) -> dict[str, Any]:
             for binding in record.outputs
         ],
         "network_layers": dict(record.layers),
-        "engine_layers": _engine_layers(engines, path),
+        **_on_its_gpu(engines, record, path),
     }
 
 
-def _engine_layers(engines: EngineSet, path: Path) -> list[str] | None:
-    """Names of the fused layers; None where the engine cannot be loaded (that needs its GPU)."""
+def _on_its_gpu(engines: EngineSet, record: EngineRecord, path: Path) -> dict[str, Any]:
+    """Names of the fused layers and their shares of the time; None where the engine cannot be loaded."""
+    unknown = {"engine_layers": None, "layer_times": None}
     gpu = visible_gpu()
     if gpu is None or not covers(engines.archs, gpu.arch) or engines.stripped:
-        return None
+        return unknown
     try:
         library = load_library(engines.backend)
     except BackendError:
-        return None
+        return unknown
     if library.version != engines.version:
-        return None
+        return unknown
     trt = library.module
-    engine = trt.Runtime(trt.Logger(trt.Logger.ERROR)).deserialize_cuda_engine(
-        path.read_bytes()
-    )
+    runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+    engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:
-        return None
+        return unknown
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    return [
+    layers = [
         item if isinstance(item, str) else item["Name"] for item in json.loads(text)["Layers"]
     ]
+    return {"engine_layers": layers, "layer_times": layer_shares(trt, engine, record)}

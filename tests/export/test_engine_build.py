@@ -36,7 +36,9 @@ from dspark_trt.export.engines.build import (
 )
 from dspark_trt.export.engines.describe import describe_engine
 from dspark_trt.export.engines.engine_from_onnx import Job
+from dspark_trt.export.engines.layer_times import LayerTimes
 from dspark_trt.export.engines.profiles import graph_bindings
+from dspark_trt.gpu import visible_gpu
 from dspark_trt.tensorrt_library import load_library
 from tests.checkpoints import write_gemma_draft
 from tests.conftest import CHAINS, TINY_TARGET, ExportBundle
@@ -180,9 +182,21 @@ def test_description_of_an_engine(built: tuple[Bundle, EngineSet]) -> None:
     assert caches["present_value_1"] == "past_value_1"
     assert caches["tokens"] is None
     assert facts["network_layers"]["KV_CACHE_UPDATE"] == 4
+    if visible_gpu() is None:
+        assert facts["engine_layers"] is facts["layer_times"] is None  # not known here
     assert facts["limits"] == {"batch": BATCH, "tokens": TOKENS, "capacity": CAPACITY}
     with pytest.raises(BundleError, match=r"no engine other.engine; it has .*draft.engine"):
         describe_engine(engines.path / "other.engine")
+
+
+def test_layers_are_ranked_by_their_share_of_the_time() -> None:
+    times = LayerTimes(load_library("tensorrt-rtx").module)
+    assert times.shares() is None
+    for name, ms in (("norm", 0.5), ("attention", 1.0), ("norm", 0.5), ("product", 2.0)):
+        times.profiler.report_layer_time(name, ms)
+    assert list((times.shares() or {}).items()) == [
+        ("product", 0.5), ("norm", 0.25), ("attention", 0.25),
+    ]  # fmt: skip
 
 
 def test_command_line(bundle: Bundle) -> None:
@@ -200,6 +214,7 @@ def test_command_line(bundle: Bundle) -> None:
     assert file.parent.name.startswith("tensorrt-rtx-sm86_sm89-")
     assert engine["bytes"] == file.stat().st_size
     assert engine["seconds"] > 0
+    assert engine["peak_bytes"] > engine["bytes"]
     shown = CliRunner().invoke(app, arguments)
     assert "at most 8 requests (--max-batch)" in shown.stderr
     assert "confidence_head.engine" in shown.stdout
