@@ -20,7 +20,7 @@ DRAFTERS = {
     "dspark-rnn": DATA / "drafters" / "dspark-rnn",
     "dflash": DATA / "drafters" / "dflash",
 }
-CHAINS = {"eagle3": DATA / "drafters" / "eagle3"}  # which sessions do not take
+CHAINS = {"eagle3": DATA / "drafters" / "eagle3"}
 
 ExportBundle = Callable[..., Bundle]
 
@@ -34,20 +34,22 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fixture_bundle(shared_folder: Path) -> ExportBundle:
-    """`fixture_bundle("dspark-rnn", dtype="float16")`: the trained fixture with the tiny target."""
+    """`fixture_bundle("dspark-rnn", dtype="float16")`: the trained fixture with the tiny target, by
+    `dspark-trt export` as the pages have it.
+    """
 
-    def export(name: str, *, dtype: str = "float32") -> Bundle:
-        from dspark_trt.checkpoint import read_draft, read_target
-        from dspark_trt.export.bundle_from_checkpoints import export_bundle
+    def export(name: str, **options: str) -> Bundle:
+        from typer.testing import CliRunner
 
-        path = shared_folder / f"bundle-{name}-{dtype}"
+        from dspark_trt.cli import build_app
+
+        path = shared_folder / "-".join(["bundle", name, *options.values()])
+        words = [word for key, value in options.items() for word in (f"--{key}", value)]
+        words += ["--draft", str((DRAFTERS | CHAINS)[name]), "--target", str(TINY_TARGET)]
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                export_bundle(
-                    read_draft((DRAFTERS | CHAINS)[name]),
-                    read_target(TINY_TARGET),
-                    path,
-                    dtype=dtype,
+                CliRunner().invoke(
+                    build_app(), ["export", *words, "-o", str(path)], catch_exceptions=False
                 )
         return load_bundle(path, verify_hashes=False)
 

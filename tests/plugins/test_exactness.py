@@ -31,6 +31,7 @@ from tests.plugins.rounds import (
 )
 
 ROUNDS = 200_000
+COUPLED_ROUNDS = 60_000  # several steps each; that so many are enough, a control below shows
 BATCH = 20_000
 LENGTH = GAMMA + 1
 
@@ -89,12 +90,14 @@ def rejection_p_value(
     return chi_square_p_value(np.concatenate(counts), np.concatenate(laws))
 
 
-def coupled_p_value(chain: Chain, sampling: Sampling, *, seed: int = 0) -> float:
-    """Of the first γ + 1 tokens of requests that run round after round."""
-    law = sequence_law(chain, target_law(chain, sampling), LENGTH)
+def coupled_p_value(
+    chain: Chain, sampling: Sampling, *, seed: int = 0, under: Sampling | None = None
+) -> float:
+    """Of the first γ + 1 tokens of requests that run round after round, under the target's law."""
+    law = sequence_law(chain, target_law(chain, under or sampling), LENGTH)
     counts = np.zeros_like(law)
     rng = np.random.default_rng(seed)
-    for _ in range(ROUNDS // BATCH):
+    for _ in range(COUPLED_ROUNDS // BATCH):
         counts += np.bincount(
             outcome(chain, coupled_sequences(chain, sampling, rng)), minlength=len(law)
         )
@@ -186,6 +189,12 @@ def test_the_same_test_rejects_a_biased_verifier(vocab_size: int) -> None:
         CHAINS[vocab_size], Sampling(), bias=lambda u: u / np.float32(1.1)
     )
     assert biased < 1e-6
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64])
+def test_the_test_of_sequences_rejects_another_temperature(vocab_size: int) -> None:
+    warmer = Sampling(temperature=1.1)
+    assert coupled_p_value(CHAINS[vocab_size], warmer, under=Sampling()) < 1e-6
 
 
 def test_the_law_of_a_block_is_lossless() -> None:

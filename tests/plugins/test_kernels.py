@@ -16,6 +16,7 @@ from dspark_trt.plugins.kernel_plan import verify_plan
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 MODES = (VerifyMode.REJECTION, VerifyMode.COUPLED)
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 def run_suite(**environment: str) -> None:
@@ -53,9 +54,14 @@ def test_kernels_compile_without_a_gpu(mode: VerifyMode, capability: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_cache")
-@pytest.mark.parametrize("logits_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "capability", "logits_dtype"),
+    [
+        (mode, capability, DTYPES[(a + m) % len(DTYPES)])
+        for a, capability in enumerate(ARCHITECTURES)
+        for m, mode in enumerate(MODES)
+    ],
+)
 def test_kernels_compile_for_every_architecture(
     mode: VerifyMode, capability: int, logits_dtype: str
 ) -> None:
