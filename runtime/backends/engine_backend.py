@@ -83,10 +83,9 @@ class EngineBackend:
     def rounds(self, requests: int) -> DeviceRounds:
         """Contexts of their own: a captured graph shares none with the graphs of single steps."""
         from dspark_trt.runtime.backends.torch_graph_steps import GraphSteps
-        from dspark_trt.runtime.backends.torch_rounds import TorchRounds
 
         parts, _, runner = self._parts.take(requests, "rounds")
-        return TorchRounds(parts, GraphSteps(self.bundle, parts, runner.for_rounds))
+        return parts.rounds(GraphSteps(self.bundle, parts, runner.for_rounds))
 
     def _new_parts(self, requests: int) -> "tuple[DeviceParts, GraphSteps, EngineRunner]":
         from dspark_trt.runtime.backends.torch_backend import DeviceParts

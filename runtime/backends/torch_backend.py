@@ -151,6 +151,14 @@ class DeviceParts:
         graphs = self.graphs("verify", steps.verify, ("verify.accepted", "verify.tokens"))
         return DeviceVerifier(self.buffers, graphs, self.buckets, self._top_logprobs)
 
+    def rounds(self, steps: Steps) -> DeviceRounds:
+        from dspark_trt.runtime.backends.torch_rounds import TorchRounds
+
+        rounds = TorchRounds(self, steps)
+        if self._capture is not None:
+            rounds.warm_up()
+        return rounds
+
     def module_steps(
         self, drafter: Drafter | ChainDrafter | None, target: Target | None
     ) -> ModuleSteps:
@@ -194,10 +202,8 @@ class TorchBackend:
         return parts.verifier(parts.module_steps(None, None))
 
     def rounds(self, requests: int) -> DeviceRounds:
-        from dspark_trt.runtime.backends.torch_rounds import TorchRounds
-
         parts = self._parts.take(requests, "rounds")
-        return TorchRounds(parts, parts.module_steps(self._drafter, self._target))
+        return parts.rounds(parts.module_steps(self._drafter, self._target))
 
     def _new_parts(self, requests: int) -> DeviceParts:
         return DeviceParts(

@@ -135,6 +135,30 @@ class TorchRounds:
             state=(*state, self._buffers["draft.new_taps"], self._result),
         )
 
+    def warm_up(self) -> None:
+        """Self-test at start-up: rounds of the smallest and of the largest batch run once, as single steps do
+        (`DeviceModel.warm_up`). For a fresh engine: its caches are cleared.
+        """
+        gamma, width = self._gamma, self._parts.draft_config.tap_size
+        for batch in {self._parts.buckets.batch[0], self._parts.buckets.batch[-1]}:
+            zeros, ones = np.zeros(batch, np.int64), np.ones(batch, np.int64)
+            floats, taps = (
+                np.ones(batch, np.float32),
+                np.ones((batch, gamma + 1, width), np.float32),
+            )
+            rows = DecodingRows(
+                zeros, taps, ones, ones, ones, floats, zeros, floats, floats * 0
+            )
+            self.take(rows)
+            uniforms = np.full((batch, gamma + 1), 0.5, np.float32)
+            shifts = np.zeros((batch, gamma))
+            drafts = batch * gamma
+            inputs = RoundInputs(drafts, ones * gamma, shifts, uniforms[:, 1:], uniforms)
+            self.launch(inputs).read()
+        for row in range(self._parts.buckets.batch[-1]):
+            self._parts.draft_caches.clear(row)
+            self._target_caches.clear(row)
+
     def calibrate(self, slope: NDArray[np.float64]) -> None:
         """Confidence is σ(slope · logit + shift), slope `[γ]`; written in place, graphs stay."""
         self._slope.copy_(torch.tensor(slope))

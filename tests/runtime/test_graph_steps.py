@@ -132,11 +132,18 @@ def test_the_self_test_at_start_captures_the_smallest_and_the_largest_bucket() -
     assert not any(cache.any() for model in (draft, served) for cache in model.caches.tensors)
     for model in (draft, served):
         model.reserve(120)  # growing would capture again
-    rounds, outputs = greedy_rounds(parts, steps)
+    rounds = parts.rounds(steps)
+    assert isinstance(rounds, TorchRounds)
+    assert {(key.batch, key.rows) for key in rounds.round_graphs.keys} == {(1, 8), (4, 32)}
+    assert {key.batch for key in rounds.draft_graphs.keys} == {1, 4}
+    assert not any(cache.any() for model in (draft, served) for cache in model.caches.tensors)
+    first = prefilled(parts, steps).argmax(1).tolist()
+    rounds.take(decoding_rows(first, list(map(len, PROMPTS))))
+    outputs = [[token] for token in first]
     for _ in range(8):
         take(rounds.launch(inputs(4, 28)).read(), outputs)
-    assert rounds.round_graphs.captured == 1
-    assert rounds.round_graphs.replayed == 7
+    assert rounds.round_graphs.captured == 2
+    assert rounds.round_graphs.replayed == 8
     plain, expected = greedy_rounds(*device_parts("float32", 4))
     for _ in range(8):
         take(plain.launch(inputs(4, 28)).read(), expected)
