@@ -11,9 +11,9 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -30,6 +30,9 @@ from dspark_trt.runtime.serving.errors import ApiError
 from dspark_trt.runtime.serving.ray_policies import PrefixRouter, RecentAcceptance, ScaleByWork
 from dspark_trt.runtime.serving.settings import ServerSettings
 
+# Relative to where the application is made: replicas run elsewhere.
+Folder = Annotated[str, AfterValidator(os.path.abspath)]
+
 _DRAIN_S = 30.0  # what running requests get when a model is unloaded or a replica stops
 
 
@@ -38,8 +41,8 @@ class RayOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    bundle: str | None = Field(default=None, description="The one bundle; or give `bundles`")
-    bundles: dict[str, str] = Field(
+    bundle: Folder | None = Field(default=None, description="The one bundle; or give `bundles`")
+    bundles: dict[str, Folder] = Field(
         default={}, description="Folders by the names that clients use"
     )
     models_per_replica: int = Field(

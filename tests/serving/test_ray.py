@@ -2,8 +2,9 @@
 """Applications on a real Ray of this machine: handles, HTTP, several models, routing, dead replicas."""
 
 import asyncio
+import json
 import os
-import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from dspark_trt.runtime.serving.ray import RayOptions, app
 from dspark_trt.runtime.serving.ray_client import RayEngine
 from dspark_trt.runtime.serving.ray_policies import RecentAcceptance, ScaleByWork
 from tests.conftest import ROOT, ExportBundle
+from tests.e2e.pages import blocks, steps
 from tests.serving import seeded_requests
 from tests.serving.seeded_requests import here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+PAGE = ROOT / "docs" / "embedding" / "ray.md"
 requests_about = partial(seeded_requests.requests_about, verbs=("Explain", "Show"))
 
 
@@ -274,10 +277,14 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def documented(language: str) -> str:
-    """The one block of this language in docs/embedding/ray.md."""
-    page = (ROOT / "docs" / "embedding" / "ray.md").read_text()
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    return str(text)
+    """The one block of this language in the page."""
+    (text,) = (content for each, content in blocks(PAGE) if each == language)
+    return text
+
+
+def beside() -> dict[str, str]:
+    """The environment of a command that joins this Ray."""
+    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def test_the_documented_file_runs(address: str, tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -286,13 +293,30 @@ def test_the_documented_file_runs(address: str, tiny_bundle: Bundle, tmp_path: P
     file = tmp_path / "chat.yaml"
     file.write_text(text.replace("name: chat", "name: chat\n    route_prefix: /chat"))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", str(file)]
-    where = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=beside(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     ready = f"{address}/chat/ready"
     wait_until(lambda: httpx.get(ready, timeout=60).is_success)
     assert httpx.get(ready).json() == {"status": "ok"}
     serve.delete("chat")
+
+
+def test_the_documented_command_runs(address: str, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """Beside a folder of that name, which replicas find though they run elsewhere; then its curl."""
+    (tmp_path / "bundle").symlink_to(tiny_bundle.path)
+    typed = [step.text for step in steps(PAGE) if not step.is_python]
+    (command,) = (text for text in typed if text.startswith("serve run "))
+    (curl,) = (text for text in typed if text.startswith("curl "))
+    words = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking"]
+    done = subprocess.run(
+        [*words, *shlex.split(command)[2:]], cwd=tmp_path, env=beside(), capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    there = curl.replace("localhost:8000", address.removeprefix("http://"))
+    shown = subprocess.run(["bash", "-c", there], capture_output=True, check=True, text=True)
+    assert json.loads(shown.stdout)["data"][0]["id"] == tiny_bundle.path.name
+    assert len(replica_names("default")) == 2
 
 
 def test_the_documented_program_runs(
