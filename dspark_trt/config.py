@@ -13,6 +13,8 @@ from typing import Any, Self
 MOST_CHAIN_TOKENS = 1 << 24  # integers that float32 holds exactly
 
 
+FINAL_NORM = -2  # among tapped layers: the output of the target's final norm
+
 WEIGHT_BITS = {"int8": 8, "int4": 4}  # by the name that `export --weights` takes
 
 
@@ -332,7 +334,7 @@ class DraftConfig:
     block_slots: int  # backbone inputs a round: anchor + masks
     slot_semantics: SlotSemantics
     mask_token_id: int
-    # Id i: output of decoder layer i; -1: embedding output; one beyond the last: the final norm's.
+    # Id i: output of decoder layer i; -1: embedding output; FINAL_NORM: what the head reads.
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     target_hidden_size: int

@@ -24,6 +24,7 @@ from dspark_trt.checkpoint.records import (
 from dspark_trt.checkpoint.rope import rope_from_fields
 from dspark_trt.checkpoint.tensors import Shape, TensorRef
 from dspark_trt.config import (
+    FINAL_NORM,
     ChainConfig,
     ConfidenceInput,
     DecoderConfig,
@@ -196,7 +197,7 @@ def _config(fields: Fields, depth: int, overrides: DraftOverrides, notes: Notes)
         )
     fields.require_neutral(_NEUTRAL)
     notes.decide("gamma", 1, "an MTP layer drafts the token after next")
-    notes.decide("target_layer_ids", [depth], "the format; this id is the target's final norm")
+    notes.decide("target_layer_ids", [FINAL_NORM], "the format: the target's final norm")
     mtp = _mtp(fields, notes)
     experts = _experts(fields, depth, notes)
     if experts is not None and experts.count % mtp.groups:
@@ -213,7 +214,7 @@ def _config(fields: Fields, depth: int, overrides: DraftOverrides, notes: Notes)
             block_slots=1,
             slot_semantics=SlotSemantics.ANCHOR_FIRST,
             mask_token_id=0,  # a chain has no masks
-            target_layer_ids=(depth,),
+            target_layer_ids=(FINAL_NORM,),
             num_target_layers=depth,
             target_hidden_size=fields.required_integer("hidden_size"),
             head_type=HeadType.NONE,

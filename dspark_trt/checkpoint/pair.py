@@ -4,6 +4,7 @@
 from dspark_trt.checkpoint.block import UNKNOWN_DEPTH, layer_id_fault
 from dspark_trt.checkpoint.records import DraftCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoint.source import read_json
+from dspark_trt.config import FINAL_NORM
 from dspark_trt.errors import CheckpointError
 
 
@@ -31,14 +32,10 @@ def check_pair(draft: DraftCheckpoint, target: TargetCheckpoint) -> tuple[str, .
         for key, ours, other, theirs in pairs
         if ours != theirs
     ]
-    taps_last = drafter.decoder.deepseek is not None
-    is_mtp = drafter.chain is not None and drafter.chain.mtp is not None
-    if not is_mtp and (  # whose tap follows from the target's depth, compared above
-        fault := layer_id_fault(
-            drafter.target_layer_ids, served.num_layers, taps_last=taps_last
-        )
-    ):
-        faults.append(f"target_layer_ids {list(drafter.target_layer_ids)} {fault}")
+    ids, taps_last = drafter.target_layer_ids, drafter.decoder.deepseek is not None
+    fault = layer_id_fault(ids, served.num_layers, taps_last=taps_last)
+    if fault and ids != (FINAL_NORM,):
+        faults.append(f"target_layer_ids {list(ids)} {fault}")
     if faults:
         raise CheckpointError(
             f"drafter {draft.path} and target {target.path} do not belong together: "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dspark_trt.config import DecoderConfig, TargetConfig
+from dspark_trt.config import FINAL_NORM, DecoderConfig, TargetConfig
 from dspark_trt.models.gemma_target_layers import GemmaTargetLayer
 from dspark_trt.models.layers import LanguageHead, RMSNorm
 from dspark_trt.models.rope import RotaryTable
@@ -20,9 +20,7 @@ from dspark_trt.models.windows import causal_window
 
 
 class Target(nn.Module):
-    """A language model that also returns taps: outputs of `target_layer_ids`, concatenated; an id beyond
-    the last layer's is the final norm.
-    """
+    """A language model that also returns taps: outputs of `target_layer_ids`, concatenated."""
 
     def __init__(self, config: TargetConfig, target_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
@@ -77,8 +75,8 @@ class Target(nn.Module):
             updated += [key_cache, value_cache]
             if i in self.target_layer_ids:
                 taps[i] = hidden
-        if len(self.layers) in self.target_layer_ids:
-            taps[len(self.layers)] = self.norm(hidden)
+        if FINAL_NORM in self.target_layer_ids:
+            taps[FINAL_NORM] = self.norm(hidden)
         wanted = functional.embedding(logit_rows, hidden)
         logits = self.lm_head(self.norm(wanted))
         return (logits, torch.cat([taps[i] for i in self.target_layer_ids], -1), *updated)

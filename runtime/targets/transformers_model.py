@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dspark_trt.config import FINAL_NORM
 from dspark_trt.errors import CheckpointError
 from dspark_trt.runtime.targets.host import HostOutput
 
@@ -18,7 +19,7 @@ class TransformersTarget:
 
     Args:
         model: in eval mode, on any device.
-        target_layer_ids: of the drafter; -1 is the embedding output, one beyond the last layer the final norm.
+        target_layer_ids: of the drafter; -1 is the embedding output, `FINAL_NORM` the final norm.
 
     Raises:
         CheckpointError: the model's decoder layers cannot be found, or an id is beyond them.
@@ -36,16 +37,19 @@ class TransformersTarget:
                 f"{type(model).__name__} has no decoder layers under .layers, so the outputs of layers "
                 f"{list(target_layer_ids)}, which the drafter taps, cannot be taken: implement HostTarget"
             )
-        if missing := [i for i in target_layer_ids if i > len(layers)]:
+        if missing := [i for i in target_layer_ids if i >= len(layers)]:
             raise CheckpointError(
                 f"{type(model).__name__} has {len(layers)} decoder layers; the drafter taps "
                 f"{list(target_layer_ids)}, of which it lacks {missing}: load the target it was trained for"
             )
-        modules = [*layers, getattr(decoder, "norm", None)]
-        self._hooks = [
-            (model.get_input_embeddings() if i < 0 else modules[i]).register_forward_hook(
-                self._capture(i)
+        if FINAL_NORM in target_layer_ids and not hasattr(decoder, "norm"):
+            raise CheckpointError(
+                f"{type(model).__name__} has no final norm under .norm, which the drafter taps: implement "
+                "HostTarget"
             )
+        others = {-1: model.get_input_embeddings(), FINAL_NORM: getattr(decoder, "norm", None)}
+        self._hooks = [
+            (others[i] if i < 0 else layers[i]).register_forward_hook(self._capture(i))
             for i in target_layer_ids
         ]
 

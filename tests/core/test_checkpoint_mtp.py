@@ -19,7 +19,7 @@ from dspark_trt.checkpoint import (
     read_target,
 )
 from dspark_trt.checkpoint.convert import convert_draft
-from dspark_trt.config import ConfidenceInput
+from dspark_trt.config import FINAL_NORM, ConfidenceInput
 from dspark_trt.errors import CheckpointError
 from tests.checkpoints import Weights, edit_config, edit_tensors, write_target
 from tests.checkpoints_mtp import write_mtp
@@ -32,7 +32,7 @@ def test_what_is_read(tmp_path: Path, quantised: bool) -> None:
     assert isinstance(draft, DraftCheckpoint)
     config, decoder = draft.config, draft.config.decoder
     assert (draft.format, draft.borrowed, draft.warnings) == ("mtp", frozenset(), ())
-    assert (config.gamma, config.target_layer_ids, config.num_target_layers) == (1, (4,), 4)
+    assert (config.gamma, config.target_layer_ids, config.num_target_layers) == (1, (FINAL_NORM,), 4)
     assert (config.tap_size, config.context_size) == (64, 65)
     assert config.confidence is ConfidenceInput.NONE
     assert decoder.cache_sizes == ((1, 40),)  # a latent and a turned key for all heads

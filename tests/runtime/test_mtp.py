@@ -8,11 +8,14 @@ import torch
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.checkpoint import TargetCheckpoint, read_draft
+from dspark_trt.config import FINAL_NORM
+from dspark_trt.errors import CheckpointError
 from dspark_trt.export.bundle_from_checkpoints import export_bundle
 from dspark_trt.export.parity import check_parity
 from dspark_trt.runtime.comparison import ComparisonPlan, compare_drafters
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
+from dspark_trt.runtime.targets.host import HostTargetModel
 from dspark_trt.runtime.trace_collection import Prompt
 from tests.bigram import bigram_target, successors
 from tests.checkpoints import Weights, edit_tensors
@@ -97,16 +100,9 @@ def loop(
     return tokens[len(prompt) :][:NEW_TOKENS], lengths
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_rounds_are_those_of_a_loop_in_float64(
-    bundle: Bundle, target: TargetCheckpoint, backend: str
-) -> None:
+def assert_rounds_of_the_loop(target: TargetCheckpoint, engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=NEW_TOKENS, stop_token_ids=())
-    requests = [Request(prompt_ids=prompt, params=params) for prompt in PROMPTS]
-    with Engine.load(
-        bundle, backend=backend, options=EngineOptions(max_batch=2), scheduler="fixed:1"
-    ) as engine:
-        answers = engine.generate(requests)
+    answers = engine.generate([Request(prompt_ids=prompt, params=params) for prompt in PROMPTS])
     seen = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         tokens, lengths = loop(target, prompt, successors(target))
@@ -115,6 +111,46 @@ def test_rounds_are_those_of_a_loop_in_float64(
         assert ours[:-1] == lengths[: len(ours) - 1]
         seen += ours[:-1]
     assert min(seen.count(1), seen.count(2)) > 4  # the context decides
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_rounds_are_those_of_a_loop_in_float64(
+    bundle: Bundle, target: TargetCheckpoint, backend: str
+) -> None:
+    options = EngineOptions(max_batch=2)
+    with Engine.load(bundle, backend=backend, options=options, scheduler="fixed:1") as engine:
+        assert_rounds_of_the_loop(target, engine)
+
+
+def test_a_target_of_transformers_gives_its_final_norm(
+    bundle: Bundle, target: TargetCheckpoint
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from dspark_trt.runtime.targets.transformers_model import TransformersTarget
+
+    model = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    host = HostTargetModel(
+        TransformersTarget(model, bundle.draft.target_layer_ids), max_batch=2
+    )
+    options = EngineOptions(max_batch=2)
+    with Engine.load(bundle, options=options, scheduler="fixed:1", target=host) as engine:
+        assert_rounds_of_the_loop(target, engine)
+
+
+def test_a_model_without_a_final_norm_is_refused() -> None:
+    from dspark_trt.runtime.targets.transformers_model import TransformersTarget
+
+    class Model(torch.nn.Module):
+        layers = torch.nn.ModuleList()
+
+        def get_decoder(self) -> "Model":
+            return self
+
+    with pytest.raises(
+        CheckpointError, match=r"Model has no final norm .* implement HostTarget"
+    ):
+        TransformersTarget(Model(), (FINAL_NORM,))
 
 
 def test_it_is_compared_like_any_drafter(bundle: Bundle) -> None:
