@@ -243,13 +243,17 @@ def test_models_take_turns(
     serve.delete("turns")
 
 
-def test_replicas_are_added_under_load(address: str, tiny_bundle: Bundle) -> None:
+def test_replicas_are_added_as_drafts_are_accepted_less(
+    address: str, tiny_bundle: Bundle
+) -> None:
+    """All requests at once are too few for a second replica, but for what replicas report of acceptance."""
+    requests = requests_about(tiny_bundle, 200)
     options = RayOptions(
-        bundle=str(tiny_bundle.path), max_replicas=2, requests_per_replica=2, upscale_delay_s=1
-    )
+        bundle=str(tiny_bundle.path), max_replicas=2, requests_per_replica=2 * len(requests),
+        accepted_length=60, upscale_delay_s=1,
+    )  # fmt: skip
     handle = serve.run(app(options), name="grows", route_prefix="/grows")
     engine = RayEngine(handle)
-    requests = requests_about(tiny_bundle, 200)
 
     async def load() -> None:
         deadline = time.monotonic() + 60
