@@ -4,12 +4,14 @@
 The paper names drafts that are never accepted as its open limitation: shortening verification saves
 the target's time, the draft step is still paid. Here each request keeps an account of what its drafted
 rounds gained, in plain rounds (``break_even``): accepted drafts minus what they cost. It stops when
-the mean gain is below zero by more than its standard error explains: drafts that are all rejected do not
-vary and are found out at once, a good drafter's unlucky rounds do and are waited out.
+the mean gain, some credit included, is below zero by more than a share of its standard error: drafts that are
+all rejected do not vary and are found out at once, a good drafter's unlucky rounds do.
 
 There are accounts of all requests together, one for each power of two of running requests, since what
 drafting costs depends on the load. Where one says that drafting does not pay, all stop, and probe
-together: a draft step for one costs nearly what it costs for all. Decisions use earlier rounds only.
+together: a draft step for one costs nearly what it costs for all. That is decided with care, for it holds
+for requests to come as well. A request by itself is judged quickly and probed soon again: it may be over
+before anything is certain. Decisions use earlier rounds only.
 
 Legend: R requests of a round, n rounds, S slots, L levels of load.
 """
@@ -41,20 +43,27 @@ class BypassState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bypass:
-    """Who drafts this round.
+class Judgement:
+    """When an account says stop, and how soon it looks again.
 
-    A useless drafter costs about ``trust · trust_rounds`` plain rounds until it is stopped, and
-    then at most ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its
-    loss back at that rate, and by twice that after the next one if nothing at all was accepted.
+    A useless drafter costs about ``trust · rounds`` plain rounds until it is stopped, and then at most
+    ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its loss back at that
+    rate, and by twice that after the next one if nothing at all was accepted.
     """
 
-    certainty: float = 1.5  # standard errors
-    probe_share: float = 0.02
+    certainty: float  # standard errors
+    trust_rounds: float  # how many rounds the credit of an unknown drafter weighs
+    probe_share: float
+    trust: float = 0.5  # gain a round that it is credited with
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """Who drafts this round."""
+
+    together: Judgement = Judgement(certainty=1.5, trust_rounds=6.0, probe_share=0.02)
+    alone: Judgement = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
     longest_wait: float = 512.0
-    trust: float = 0.5  # gain a round that a drafter is credited with before it is known
-    trust_rounds: float = 6.0  # how many rounds that credit weighs
-    own_trust_rounds: float = 16.0  # and for one request, where drafting pays all in all
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
     shared_memory: float = 0.998  # the same, in the accounts of all requests
     inherited_rounds: float = 16.0  # what another load taught counts for so many rounds at most
@@ -87,7 +96,9 @@ class Bypass:
     def knows(self, state: BypassState, requests: int) -> bool:
         """Whether drafting pays at this load, and has for some rounds: one more tells little."""
         shared = _shared_column(state, requests)
-        return bool(state.rounds[shared] >= 2 * self.trust_rounds and not state.stopped[shared])
+        return bool(
+            state.rounds[shared] >= 2 * self.together.trust_rounds and not state.stopped[shared]
+        )
 
     def rested(self, state: BypassState, slots: ArrayLike, rounds: int) -> BypassState:
         """The accounts after ``rounds`` in which none of ``slots`` drafted."""
@@ -134,7 +145,7 @@ class Bypass:
         stopped = self._loses(rounds, total, squares)
         share_lost = np.maximum(1.0 - mean_kept / np.maximum(mean_cost, 1e-9), 0.0)
         failed = stopped * (drafted_rounds > 0) * share_lost
-        loss = (mean_cost - mean_kept) / self.probe_share
+        loss = (mean_cost - mean_kept) / self._by_account("probe_share", mean_cost.size)
         pause = np.minimum(loss * 2.0**backoff, self.longest_wait)
         waited = np.maximum(wait - (len(took_part) - drafted_rounds), 0.0)
         columns[:3, places] = known
@@ -158,14 +169,22 @@ class Bypass:
             columns[:3, column] = self.inherited_rounds * known
 
     def _loses(self, rounds: Floats, gain: Floats, squares: Floats) -> NDArray[np.bool_]:
-        """Whether the mean gain, credit included, is surely not positive; [R + 1]."""
+        """Whether the mean gain, credit included, is not positive; [R + 1]."""
         seen = np.maximum(rounds, 1.0)
         variance = np.maximum(squares / seen - (gain / seen) ** 2, 0.0)
-        credit = np.full(rounds.size, self.own_trust_rounds)
-        credit[-1] = self.trust_rounds
+        certainty, credit, trust = (
+            self._by_account(name, rounds.size)
+            for name in ("certainty", "trust_rounds", "trust")
+        )
         weight = credit + rounds
-        mean = (credit * self.trust + gain) / weight
-        return np.asarray(mean + self.certainty * np.sqrt(variance / weight) <= 0)
+        mean = (credit * trust + gain) / weight
+        return np.asarray(mean + certainty * np.sqrt(variance / weight) <= 0)
+
+    def _by_account(self, name: str, accounts: int) -> Floats:  # [R + 1]
+        """A figure of each request's judgement and, last, of all together."""
+        values = np.full(accounts, getattr(self.alone, name))
+        values[-1] = getattr(self.together, name)
+        return values
 
 
 def _state(columns: Floats) -> BypassState:  # [6, S + L]

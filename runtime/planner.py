@@ -163,6 +163,7 @@ class Planner:
     def joined(self, slot: int, *, greedy: bool) -> None:
         """A new request has ``slot``: nothing is known about it."""
         self._learn()
+        self._watched = 0
         if self._bypass is not None:
             self._accounts = self._bypass.joined(self._accounts, [slot])
         self._offsets = self._offsets.released([slot])

@@ -283,6 +283,7 @@ class _Accounts:
 
     def join(self, slots: Ints) -> None:
         self._learn_together()
+        self.watched = 0
         self.state = self.bypass.joined(self.state, slots)
 
     def drafting(self, running: Ints) -> NDArray[np.bool_] | None:  # [R]; None: all do
