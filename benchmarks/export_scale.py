@@ -32,8 +32,20 @@ PUBLISHED: dict[str, Config] = json.loads(
 _PLACES = ("dflash_config", "dspark_config")  # where some formats keep the block's settings
 
 
+def shallow(name: str) -> Config:
+    """A published configuration with one layer; of DeepSeek-V4, whose experts are most of a layer, with 32."""
+    config = PUBLISHED[name]
+    return config | (
+        {"n_routed_experts": 32} if "hc_mult" in config else {"num_hidden_layers": 1}
+    )
+
+
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a DSpark drafter, embedding and head included, in DeepSpec's names."""
+    """Every tensor of a DSpark drafter, embedding and head included, in DeepSpec's names; of DeepSeek-V4, one
+    stage in its own.
+    """
+    if "hc_mult" in config:
+        return _deepseek_shapes(config)
     flat = {
         key: value for place in _PLACES for key, value in config.get(place, {}).items()
     } | config
@@ -74,6 +86,53 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             for index in range(flat["num_hidden_layers"])
             for name, shape in layer.items()
         },
+    }
+
+
+def _deepseek_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    hidden, vocab, rank = (
+        config["hidden_size"],
+        config["vocab_size"],
+        config["dspark_markov_rank"],
+    )
+    streams, inner = config["hc_mult"], config["moe_intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    outputs = config["o_groups"] * config["o_lora_rank"]
+    experts = range(config["n_routed_experts"])
+    stage = {
+        "main_proj.weight": (hidden, len(config["dspark_target_layer_ids"]) * hidden),
+        "main_norm.weight": (hidden,),
+        "attn_norm.weight": (hidden,),
+        "attn.wq_a.weight": (config["q_lora_rank"], hidden),
+        "attn.q_norm.weight": (config["q_lora_rank"],),
+        "attn.wq_b.weight": (queries, config["q_lora_rank"]),
+        "attn.wkv.weight": (config["head_dim"], hidden),
+        "attn.kv_norm.weight": (config["head_dim"],),
+        "attn.attn_sink": (config["num_attention_heads"],),
+        "attn.wo_a.weight": (outputs, queries // config["o_groups"]),
+        "attn.wo_b.weight": (hidden, outputs),
+        "ffn_norm.weight": (hidden,),
+        "ffn.gate.weight": (len(experts), hidden),
+        "ffn.gate.bias": (len(experts),),
+        "norm.weight": (hidden,),
+        "hc_head_fn": (streams, streams * hidden),
+        "hc_head_base": (streams,),
+        "hc_head_scale": (1,),
+        "markov_head.markov_w1.weight": (vocab, rank),
+        "markov_head.markov_w2.weight": (vocab, rank),
+        "confidence_head.proj.weight": (1, hidden + rank),
+    }
+    for block in ("attn", "ffn"):
+        stage[f"hc_{block}_fn"] = ((2 + streams) * streams, streams * hidden)
+        stage[f"hc_{block}_base"] = ((2 + streams) * streams,)
+        stage[f"hc_{block}_scale"] = (3,)
+    for owner in ("shared_experts", *(f"experts.{index}" for index in experts)):
+        stage[f"ffn.{owner}.w1.weight"] = stage[f"ffn.{owner}.w3.weight"] = (inner, hidden)
+        stage[f"ffn.{owner}.w2.weight"] = (hidden, inner)
+    return {
+        "embed.weight": (vocab, hidden),
+        "head.weight": (vocab, hidden),
+        **{f"mtp.0.{name}": shape for name, shape in stage.items()},
     }
 
 

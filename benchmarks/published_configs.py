@@ -4,7 +4,7 @@
     python benchmarks/published_configs.py [NAME ...] [--folder DIR] [--dtype bfloat16]
 
 `published_configs.json` has what the configurations of released drafters say; widths, vocabularies, taps and
-blocks are theirs, only the depth is 1. For each, one after another: random weights are written, exported, and
+blocks are theirs, only the depth is 1 (and DeepSeek-V4's experts are 32). For each, one after another: random weights are written, exported, and
 built into TensorRT-RTX engines on the CPU, by the command line in processes of their own; then all of it is
 removed (about 20 GB at a time for the widest). The last line is JSON; exit code 1 if any could not be built.
 """
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from export_scale import PUBLISHED, write_checkpoint
+from export_scale import PUBLISHED, shallow, write_checkpoint
 
 GB = 1e9
 
@@ -33,7 +33,7 @@ class Ran(NamedTuple):
     peak_bytes: int  # of the largest process among it and its children
 
 
-class Failed(Exception):
+class CommandError(Exception):
     """A command that ended with an error; the text is the last line it wrote."""
 
 
@@ -41,7 +41,7 @@ def run(*arguments: str) -> Ran:
     """Run a command with --json and wait for it.
 
     Raises:
-        Failed: it did not succeed.
+        CommandError: it did not succeed.
     """
     command = [sys.executable, "-m", "dspark_trt", *arguments, "--json"]
     started = time.perf_counter()
@@ -53,19 +53,19 @@ def run(*arguments: str) -> Ran:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             errors.seek(0)
-            raise Failed(" ".join(errors.read().split())[-500:])
+            raise CommandError(" ".join(errors.read().split())[-500:])
     seconds = time.perf_counter() - started
     return Ran(json.loads(text), seconds, usage.ru_maxrss * 1024)
 
 
 def measure(name: str, dtype: str, parent: Path | None) -> dict[str, Any]:
     """Export and build one configuration."""
-    config = PUBLISHED[name] | {"num_hidden_layers": 1}
+    config = shallow(name)
     row: dict[str, Any] = {"name": name, "hidden": config["hidden_size"], "dtype": dtype}
     row |= {
         "vocab": config["vocab_size"],
         "heads": _heads(config),
-        "block": config["block_size"],
+        "block": _block(config),
     }
     work = Path(tempfile.mkdtemp(prefix="published-", dir=parent))
     try:
@@ -83,11 +83,16 @@ def measure(name: str, dtype: str, parent: Path | None) -> dict[str, Any]:
         row["build_peak_bytes"] = max(engine["peak_bytes"] for engine in engines)
         row["engine_bytes"] = sum(engine["bytes"] for engine in engines)
         row["engines"] = {engine["graph"]: engine["seconds"] for engine in engines}
-    except Failed as error:
+    except CommandError as error:
         row["error"] = str(error)
     finally:
         shutil.rmtree(work)
     return row
+
+
+def _block(config: dict[str, Any]) -> int:
+    size: int = config["dspark_block_size" if "hc_mult" in config else "block_size"]
+    return size
 
 
 def _heads(config: dict[str, Any]) -> str:
@@ -98,7 +103,7 @@ def _heads(config: dict[str, Any]) -> str:
 
 def show(row: dict[str, Any]) -> str:
     """One line of the table."""
-    start = f"{row['name']:12} {row['hidden']:6} {row['vocab']:7} {row['heads']:>9} {row['block']:5}"
+    start = f"{row['name']:17} {row['hidden']:6} {row['vocab']:7} {row['heads']:>9} {row['block']:5}"
     if "error" in row:
         return f"{start}  {row['error']}"
     gigabytes = (
@@ -125,7 +130,7 @@ def main() -> int:
     if unknown := sorted(set(arguments.names) - PUBLISHED.keys()):
         parser.error(f"no configuration {', '.join(unknown)} among {', '.join(PUBLISHED)}")
     print(
-        f"{'':12} {'hidden':>6} {'vocab':>7} {'heads':>9} block {'weights':>8} {'bundle':>8} "
+        f"{'':17} {'hidden':>6} {'vocab':>7} {'heads':>9} block {'weights':>8} {'bundle':>8} "
         f"{'export s':>8} {'peak':>8} {'engines':>8} {'build s':>8} {'peak':>8}   (GB)"
     )
     rows = []
