@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.errors import BackendError, MissingContextError, RequestError
+from dspark_trt.errors import MissingContextError, RequestError
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs
 from dspark_trt.runtime.backends.ort import OrtDraftModel
@@ -234,8 +234,3 @@ def test_a_chain_s_rows_want_their_tokens(eagle3: Bundle) -> None:
             session.append(0, taps, 0, [1, 2, 2048])
         with pytest.raises(MissingContextError, match="slot 0 has no context"):
             session.propose([0], [1])
-
-
-def test_what_does_not_run_chains_says_so(eagle3: Bundle) -> None:
-    with pytest.raises(BackendError, match="runs on onnxruntime and torch so far, not on"):
-        open_backend("tensorrt-rtx", eagle3)
