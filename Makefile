@@ -12,7 +12,7 @@ demo: $(VENV)/run.stamp  ## a small language model: prepare, export, answer with
 	$(BIN)/python examples/smollm2/demo.py
 
 test: $(VENV)/dev.stamp  ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 check: $(VENV)/dev.stamp  ## lint, format, types
 	$(BIN)/ruff check .

@@ -39,18 +39,15 @@ def fixture_bundle(shared_folder: Path) -> ExportBundle:
     """
 
     def export(name: str, **options: str) -> Bundle:
-        from typer.testing import CliRunner
-
-        from dspark_trt.cli import build_app
+        from tests.command_line import dspark
 
         path = shared_folder / "-".join(["bundle", name, *options.values()])
         words = [word for key, value in options.items() for word in (f"--{key}", value)]
         words += ["--draft", str((DRAFTERS | CHAINS)[name]), "--target", str(TINY_TARGET)]
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                CliRunner().invoke(
-                    build_app(), ["export", *words, "-o", str(path)], catch_exceptions=False
-                )
+                done = dspark("export", *words, "-o", path)
+                assert done.code == 0, done.stderr
         return load_bundle(path, verify_hashes=False)
 
     return export
@@ -73,6 +70,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # pytest adds its handlers to loggers that do not propagate, and torch traces as soon as one has a
     # handler: exports take twice as long.
     logging.getLogger("torch.__trace").propagate = True
+    # Files with long tests first: no worker is left alone with one at the end.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
     for item in items:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):

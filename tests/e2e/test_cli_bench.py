@@ -2,18 +2,12 @@
 """`dspark-trt bench`, as a user runs it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dspark_trt.bundle import Bundle
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dspark_trt", "bench", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+from tests.command_line import dspark
 
 
 def test_a_bench_writes_what_it_prints(tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -21,12 +15,13 @@ def test_a_bench_writes_what_it_prints(tiny_bundle: Bundle, tmp_path: Path) -> N
     prompts.write_text(
         '{"prompt": "What is 3 + 4?", "domain": "math"}\n{"prompt_ids": [1, 5, 9], "domain": "ids"}\n'
     )
-    done = run(
+    done = dspark(
+        "bench",
         tiny_bundle.path, "--requests", 2, "--temperatures", 0, "--repeats", 1, "--new-tokens", 4,
         "--schedulers", "fixed:0,threshold:0.5", "--prompts", prompts, "--json",
         "--output", tmp_path / "out", "--plots", tmp_path / "plots",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["prompts"]["count"] == {"math": 1, "ids": 1}
     assert {(cell["scheduler"], cell["domain"]) for cell in report["cells"]} == {
@@ -55,7 +50,7 @@ def test_a_bench_writes_what_it_prints(tiny_bundle: Bundle, tmp_path: Path) -> N
 def test_bad_input_is_one_sentence(
     arguments: list[str], message: str, tiny_bundle: Bundle
 ) -> None:
-    done = run(tiny_bundle.path, *arguments)
-    assert done.returncode == 2
+    done = dspark("bench", tiny_bundle.path, *arguments)
+    assert done.code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

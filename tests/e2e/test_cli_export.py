@@ -4,10 +4,8 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,24 +13,8 @@ from typer.testing import CliRunner
 from dspark_trt.bundle import Bundle, load_bundle
 from dspark_trt.cli import _COMMANDS, build_app
 from tests.checkpoints import write_draft, write_target
+from tests.command_line import Ran, dspark
 from tests.conftest import DRAFTERS, TINY_TARGET
-
-
-class Ran(NamedTuple):
-    code: int
-    stdout: str
-    stderr: str
-
-
-def dspark(*arguments: str | Path) -> Ran:
-    done = subprocess.run(
-        [sys.executable, "-m", "dspark_trt", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def document(ran: Ran) -> Any:

@@ -3,19 +3,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.traces import load_traces
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dspark_trt", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+from tests.command_line import dspark
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +20,21 @@ def bundle(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_a_profiled_bundle_is_scheduled_by_cost(bundle: Path) -> None:
     ids = "--prompt-ids=1,5,9,11"
-    before = run("generate", bundle, ids, "--max-new-tokens", 12)
+    before = dspark("generate", bundle, ids, "--max-new-tokens", 12)
     assert "no cost table" in before.stderr
     assert "dspark-trt profile" in before.stderr
-    done = run(
+    done = dspark(
         "profile", bundle, "--max-requests", 2, "--seconds", 0.3, "--json",
         "--export-format", "sglang-flat",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
     assert (bundle / "sps.json").is_file()
     assert [row["requests"] for row in report["break_even"]] == [1, 2]
     assert 0 < report["break_even"][0]["break_even_acceptance"] <= 1
     assert set(report["exported"]) >= {"sample_batch_tokens", "sample_steps_per_sec"}
-    after = run("generate", bundle, ids, "--max-new-tokens", 12)
-    assert after.returncode == 0
+    after = dspark("generate", bundle, ids, "--max-new-tokens", 12)
+    assert after.code == 0
     assert "no cost table" not in after.stderr
     assert after.stdout == before.stdout  # greedy: the scheduler changes costs, not text
 
@@ -50,16 +44,16 @@ def test_traces_are_recorded_and_a_bundle_calibrated_from_its_own_answers(
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"What is {n} + {n + 3}?" for n in range(24)))
-    done = run("calibrate", bundle, "--prompts", prompts, "--json")
-    assert done.returncode == 0, done.stderr
+    done = dspark("calibrate", bundle, "--prompts", prompts, "--json")
+    assert done.code == 0, done.stderr
     report = json.loads(done.stdout)
     assert (bundle / "calibration.json").is_file()
     assert len(report["temperatures"]) == 7
     trace = tmp_path / "trace.npz"
-    done = run(
+    done = dspark(
         "generate", bundle, "--prompt-ids=1,5,9", "--scheduler=fixed:3", "--trace", trace
     )
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     assert set(load_traces(trace).lengths.tolist()) == {3}
 
 
@@ -77,6 +71,6 @@ def test_traces_are_recorded_and_a_bundle_calibrated_from_its_own_answers(
 )
 def test_bad_flags_are_refused(bundle: Path, arguments: tuple[str, ...], sentence: str) -> None:
     command, *rest = arguments
-    done = run(command, bundle, *rest)
-    assert done.returncode == 2
+    done = dspark(command, bundle, *rest)
+    assert done.code == 2
     assert sentence in done.stderr
