@@ -42,15 +42,17 @@ class ContextSnapshot(NamedTuple):
 
     length: int
     rows: CacheRows
-    latest: Floats  # the rows at its end as they were appended, as many as are known (Eagle3)
+    latest: (
+        Floats  # the rows at its end as they were appended, as many as are known (of a chain)
+    )
 
 
 class DraftSession:
     """Drafts for up to `slots` sequences at a time.
 
     Per slot: `append` the taps of committed positions, then `propose` from the anchor, the committed
-    token whose position follows the appended rows (its own taps come with the next append). An Eagle3
-    drafter also wants the token behind each row.
+    token whose position follows the appended rows (its own taps come with the next append). A chain
+    drafter (Eagle3, MTP) also wants the token behind each row.
     Not thread-safe: one session, one thread at a time.
     """
 
@@ -97,11 +99,11 @@ class DraftSession:
             taps: float32 `[n, m*H]`: outputs of the tapped layers, concatenated in id order.
             start: absolute position of the first row. Gaps may be filled later, in any order; rows
                 that overlap earlier ones replace them and everything behind.
-            tokens: int `[n]`, for Eagle3 drafters (others do not read them): the committed token behind
-                each row, at positions `start + 1 .. start + n`; the last one is the next anchor.
+            tokens: int `[n]`, for chain drafters (others do not read them): the committed token behind each row,
+                at positions `start + 1 .. start + n`; the last one is the next anchor.
 
         Raises:
-            RequestError: no such slot, wrong shape, non-finite taps, or no tokens for an Eagle3 drafter.
+            RequestError: no such slot, wrong shape, non-finite taps, or no tokens for a chain drafter.
             CapacityError: beyond the positions the models were made for.
         """
         self._check_slot(slot)
@@ -255,8 +257,8 @@ class DraftSession:
         behind = np.asarray([] if tokens is None else tokens, np.int64)
         if behind.shape != (len(taps),):
             raise RequestError(
-                f"slot {slot}: an Eagle3 drafter wants tokens [{len(taps)}] with the taps, the committed token "
-                "behind each row (the last one is the next anchor), got "
+                f"slot {slot}: a chain drafter (Eagle3, MTP) wants tokens [{len(taps)}] with the taps, the committed "
+                "token behind each row (the last one is the next anchor), got "
                 f"{'none' if tokens is None else f'shape {behind.shape}'}"
             )
         vocab = self.config.decoder.vocab_size
@@ -270,7 +272,7 @@ class DraftSession:
             if not (self._pending[slot] or len(self._latest[slot])):
                 last = self._rows[slot].end - 1
                 raise MissingContextError(
-                    f"slot {slot}: an Eagle3 drafter starts from the taps of row {last}, which a rollback or "
+                    f"slot {slot}: a chain drafter starts from the taps of row {last}, which a rollback or "
                     f"snapshot has left out. Append that row again, with start={last}."
                 )
 
