@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from dspark_trt.export.parity import check_parity
 from dspark_trt.runtime.comparison import ComparisonPlan, compare_drafters
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
+from dspark_trt.runtime.session import DraftSession
 from dspark_trt.runtime.targets.host import HostTargetModel
 from dspark_trt.runtime.trace_collection import Prompt
 from tests.bigram import bigram_target, successors
@@ -120,6 +122,20 @@ def test_rounds_are_those_of_a_loop_in_float64(
     options = EngineOptions(max_batch=2)
     with Engine.load(bundle, backend=backend, options=options, scheduler="fixed:1") as engine:
         assert_rounds_of_the_loop(target, engine)
+
+
+def test_a_session_proposes_what_the_layer_predicts(
+    bundle: Bundle, target: TargetCheckpoint
+) -> None:
+    weights = doubles(target)
+    text = list(range(40, 60))
+    hidden = rms(weights["embed_tokens.weight"][text], weights["target's norm"])
+    expected = MtpReference(weights, SIZES).logits(hidden, [*text[1:], 7])
+    with DraftSession.load(bundle) as session:
+        session.append(0, hidden.astype(np.float32), 0, [*text[1:], 7])
+        proposal = session.propose([0], [7])
+    assert proposal.tokens.tolist() == [[int(expected.argmax())]]
+    np.testing.assert_allclose(proposal.logits[0, 0], expected, atol=1e-4)
 
 
 def test_a_target_of_transformers_gives_its_final_norm(
