@@ -22,7 +22,7 @@ class Spent(NamedTuple):
     """Plain rounds by request; of the shape of the lengths."""
 
     together: Floats  # the draft step is shared by those that drafted, the longer step by verified tokens
-    alone: Floats  # what a request would save that stops while the others go on: a row of the draft step
+    alone: Floats  # what a request would save that stops while the others go on
 
 
 def plain_rounds_spent(
@@ -37,34 +37,44 @@ def plain_rounds_spent(
     took_part = np.asarray(drafted, dtype=np.float64)
     requests = verified.shape[-1]
     tokens = np.add.reduce(verified, axis=-1, keepdims=True)
-    most = int(tokens.max())
-    step = table.seconds(
-        requests, requests + most, requests=requests, context_tokens=context_tokens
-    )
-    seconds = step[tokens]
-    if table.pays_longest and requests > 1:
-        longest = np.maximum.reduce(verified, axis=-1, keepdims=True)
-        uneven = [
-            table.seconds(
-                requests,
-                requests + most,
-                requests=requests,
-                context_tokens=context_tokens,
-                longest=length,
-            )
-            for length in range(int(longest.max()) + 1)
-        ]
-        seconds = np.maximum(seconds, np.array(uneven)[longest, tokens])
+    longest = np.maximum.reduce(verified, axis=-1, keepdims=True)
+    step = _step_seconds(table, requests, int(tokens.max()), int(longest.max()), context_tokens)
+    plain = step[0, 0]
+    seconds = step[longest, tokens]
     drafting = np.add.reduce(took_part, axis=-1, keepdims=True)
     rows = np.array([table.draft_cost(n, context_tokens) for n in range(requests + 1)])
     count = drafting.astype(np.int64)
     draft, fewer = rows[count], rows[np.maximum(count - 1, 0)]
-    step_share = verified * (seconds - step[0]) / np.maximum(tokens, 1)
-    together, alone = (
-        (took_part * share + step_share) * (requests / step[0])
-        for share in (draft / np.maximum(drafting, 1.0), draft - fewer)
-    )
-    return Spent(together, alone)
+    together = took_part * draft / np.maximum(drafting, 1.0)
+    together += verified * (seconds - plain) / np.maximum(tokens, 1)
+    without = step[_longest_of_others(verified, longest), tokens - verified]
+    alone = took_part * (draft - fewer) + (seconds - without)
+    return Spent(together * (requests / plain), alone * (requests / plain))
+
+
+def _step_seconds(
+    table: CostModel, requests: int, tokens: int, longest: int, context: float | None
+) -> Floats:  # [longest + 1, tokens + 1]
+    """Of a step that verifies so many drafts, the longest block among them."""
+    last = requests + tokens
+    even = table.seconds(requests, last, requests=requests, context_tokens=context)
+    if not table.pays_longest or requests == 1:
+        return np.broadcast_to(even, (longest + 1, even.size))
+    uneven = [
+        table.seconds(requests, last, requests=requests, context_tokens=context, longest=length)
+        for length in range(longest + 1)
+    ]
+    return np.maximum(even, uneven)
+
+
+def _longest_of_others(
+    verified: NDArray[np.int64], longest: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The longest length of a round if a request verified nothing, [.., R]."""
+    is_longest = verified == longest
+    several = np.add.reduce(is_longest, axis=-1, keepdims=True) > 1
+    second = np.maximum.reduce(np.where(is_longest, 0, verified), axis=-1, keepdims=True)
+    return np.where(is_longest & ~several, second, longest)
 
 
 def fixed_length_speed(

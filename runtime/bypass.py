@@ -10,8 +10,9 @@ all rejected do not vary and are found out at once, a good drafter's unlucky rou
 There are accounts of all requests together, one for each power of two of running requests, since what
 drafting costs depends on the load. Where one says that drafting does not pay, all stop, and probe
 together: a draft step for one costs nearly what it costs for all. That is decided with care, for it holds
-for requests to come as well. A request by itself is judged quickly and probed soon again: it may be over
-before anything is certain. Decisions use earlier rounds only.
+for requests to come as well; and so is a stop of one request among others, which saves little and makes the
+draft step dearer for them. The only request that runs is judged quickly and probed soon again: it may be
+over before anything is certain. Decisions use earlier rounds only.
 
 Legend: R requests of a round, n rounds, S slots, L levels of load.
 """
@@ -62,7 +63,8 @@ class Bypass:
     """Who drafts this round."""
 
     together: Judgement = Judgement(certainty=1.5, trust_rounds=6.0, probe_share=0.02)
-    alone: Judgement = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
+    one_of_many: Judgement = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
+    only_one: Judgement = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
     longest_wait: float = 512.0
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
     shared_memory: float = 0.998  # the same, in the accounts of all requests
@@ -169,7 +171,10 @@ class Bypass:
             columns[:3, column] = self.inherited_rounds * known
 
     def _loses(self, rounds: Floats, gain: Floats, squares: Floats) -> NDArray[np.bool_]:
-        """Whether the mean gain, credit included, is not positive; [R + 1]."""
+        """Whether the mean gain, credit included, is not positive; [R + 1].
+
+        A few rounds say little about how much they vary: what all together say has the credit's weight.
+        """
         seen = np.maximum(rounds, 1.0)
         variance = np.maximum(squares / seen - (gain / seen) ** 2, 0.0)
         certainty, credit, trust = (
@@ -177,12 +182,14 @@ class Bypass:
             for name in ("certainty", "trust_rounds", "trust")
         )
         weight = credit + rounds
+        variance = (rounds * variance + credit * variance[-1]) / weight
         mean = (credit * trust + gain) / weight
         return np.asarray(mean + certainty * np.sqrt(variance / weight) <= 0)
 
     def _by_account(self, name: str, accounts: int) -> Floats:  # [R + 1]
         """A figure of each request's judgement and, last, of all together."""
-        values = np.full(accounts, getattr(self.alone, name))
+        own = self.only_one if accounts == 2 else self.one_of_many
+        values = np.full(accounts, getattr(own, name))
         values[-1] = getattr(self.together, name)
         return values
 
