@@ -176,8 +176,9 @@ class Fields:
         """How the command line overrides a setting, to be put behind a sentence."""
         if key is None or self.stated is None:
             return ""
-        key = key.removeprefix("--set ").rpartition(".")[2]  # places do not matter
-        return f" (override: {_FLAGS.get(key, f'--set {key}=VALUE')})"
+        return override_flag(
+            key.removeprefix("--set ").rpartition(".")[2]
+        )  # places do not matter
 
     def _typed(
         self, key: str, accepts: Callable[[Any], bool], expected: str
@@ -186,6 +187,11 @@ class Fields:
         if setting is not None and not accepts(setting.value):
             raise self.error(f"{setting.where} is {setting.value!r}, expected {expected}", key)
         return setting
+
+
+def override_flag(key: str) -> str:
+    """The flag that states a setting of a drafter, to be put behind a sentence."""
+    return f" (override: {_FLAGS.get(key, f'--set {key}=VALUE')})"
 
 
 def _spellings(key: str) -> list[str]:

@@ -2,6 +2,7 @@
 """Whether a drafter and a target belong together."""
 
 from dspark_trt.checkpoint.block import UNKNOWN_DEPTH, layer_id_fault
+from dspark_trt.checkpoint.fields import override_flag
 from dspark_trt.checkpoint.records import DraftCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoint.source import read_json
 from dspark_trt.config import FINAL_NORM
@@ -29,13 +30,16 @@ def check_pair(draft: DraftCheckpoint, target: TargetCheckpoint) -> tuple[str, .
         )
     faults = [
         f"{key} of the drafter is {ours}, but {other} of the target is {theirs}"
+        + override_flag(key.partition(" ")[0])
         for key, ours, other, theirs in pairs
         if ours != theirs
     ]
     ids, taps_last = drafter.target_layer_ids, drafter.decoder.deepseek is not None
     fault = layer_id_fault(ids, served.num_layers, taps_last=taps_last)
     if fault and ids != (FINAL_NORM,):
-        faults.append(f"target_layer_ids {list(ids)} {fault}")
+        faults.append(
+            f"target_layer_ids {list(ids)} {fault}" + override_flag("target_layer_ids")
+        )
     if faults:
         raise CheckpointError(
             f"drafter {draft.path} and target {target.path} do not belong together: "

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_trt.checkpoint import DraftCheckpoint, DraftOverrides, read_draft
+from dspark_trt.checkpoint import (
+    DraftCheckpoint,
+    DraftOverrides,
+    check_pair,
+    read_draft,
+    read_target,
+)
 from dspark_trt.checkpoint.convert import convert_draft
 from dspark_trt.errors import CheckpointError
 from tests.checkpoints import (
@@ -26,6 +32,7 @@ from tests.checkpoints import (
     write_draft,
     write_eagle3_draft,
     write_gemma_draft,
+    write_target,
 )
 from tests.checkpoints_deepseek import write_deepseek_draft
 from tests.checkpoints_mtp import write_mtp
@@ -206,6 +213,24 @@ def test_contradictions(
         read_draft(path)
     assert "\n" not in str(caught.value)
     assert read_draft(path, overrides=DraftOverrides(settings=settings)).config == sound.config
+
+
+def test_pairs_that_do_not_fit(tmp_path: Path) -> None:
+    """What only the target shows names the drafter's flags too."""
+    target = read_target(write_target(tmp_path / "target"))
+    path = write_draft(tmp_path / "draft", config={"num_target_layers": 6})
+    with pytest.raises(
+        CheckpointError, match=r"num_target_layers of the drafter is 6, but"
+    ) as caught:
+        check_pair(read_draft(path), target)
+    assert "(override: --set num_target_layers=VALUE)" in str(caught.value)
+    settings = DraftOverrides(settings={"num_target_layers": 4})
+    check_pair(read_draft(path, overrides=settings), target)
+    silent = write_draft(
+        tmp_path / "speculators", layout="speculators", target_layer_ids=(0, 5)
+    )
+    with pytest.raises(CheckpointError, match=r"\[0, 5\] must lie in.*--target-layer-ids I,J"):
+        check_pair(read_draft(silent), target)
 
 
 def test_what_no_setting_mends_names_no_flag(tmp_path: Path) -> None:

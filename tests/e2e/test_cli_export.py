@@ -108,7 +108,7 @@ REFUSALS: dict[str, tuple[list[str | Path], str]] = {
     "a pair that does not fit": (
         ["export", "--draft", "DRAFT", "--target", TINY_TARGET, "-o", "OUT"],
         "do not belong together: target_hidden_size of the drafter is 64, but hidden_size of the "
-        "target is 128; vocab_size",
+        "target is 128 (override: --set target_hidden_size=VALUE); vocab_size",
     ),
     "gamma beyond the block": (
         ["export", "--draft", DRAFTERS["dspark-rnn"], "--gamma", "8", "-o", "OUT"],
