@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of 8 or 4 bits beside their scales, as DeepSeek-V4 files hold them, read as float32.
+"""Matrices of 8 or 4 bits beside their scales, as DeepSeek files hold them, read as float32.
 
 FP8: e4m3 elements, one scale a block of 128 x 128. FP4: e2m1 elements, two in a byte, the first in the low
-half; one scale a row of 32. Scales are powers of two (e8m0), so what is read is exact, in bfloat16 too.
+half; one scale for 32 of a row. V4's scales are powers of two (e8m0), so what is read is exact, in bfloat16
+too; V3's are float32.
 """
 
 from collections.abc import Mapping
@@ -24,16 +25,7 @@ _SCALES = (".scale", ".weight_scale_inv")  # of V4 files, of V3 files
 _FP8 = "float8_e4m3fn"
 _FP4 = ("int8", "uint8")  # bytes of two elements
 _SCALE_DTYPES = ("float8_e8m0fnu", "float32", "bfloat16")
-_E2M1 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # by the three low bits; the fourth is the sign
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # fmt: skip  # by three bits; the fourth is the sign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

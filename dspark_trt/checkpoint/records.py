@@ -73,7 +73,7 @@ class Notes:
         kinds = [kind for kind, _ in elements.most_common()]
         self.decide("dtype", "+".join(kinds), "the tensors, the kind of most elements first")
         if few := [kind for kind in kinds if kind.startswith("FP")]:
-            reason = "dequantised, exactly; activations are not rounded"
+            reason = "dequantised; activations are not rounded"
             self.decide("quantization", "+".join(few), reason)
 
 

@@ -24,7 +24,9 @@ from tests.checkpoints_deepseek import (
 from tests.export.deepseek_reference import Reference
 from tests.export.draft_reference import Doubles
 
-# One stage and one expert kept: tracing costs by the number of operators.
+pytestmark = pytest.mark.slow  # the export
+
+# One stage: tracing costs by the number of operators.
 SIZES = StageDims(stages=1, sinkhorn=2, rank=320)
 PROMPTS = ((5, 17, 200, 3), tuple(range(40, 60)))
 NEW_TOKENS = 24

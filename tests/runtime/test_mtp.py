@@ -25,6 +25,8 @@ from tests.checkpoints_mtp import MtpDims, mtp_weights, write_mtp
 from tests.export.draft_reference import Doubles, rms
 from tests.export.mtp_reference import MtpReference
 
+pytestmark = pytest.mark.slow  # the export
+
 SIZES = MtpDims(experts=4, groups=2, groups_taken=1, per_token=2)
 PROMPTS = ((5, 17, 200, 3), tuple(range(40, 60)))
 NEW_TOKENS = 30
