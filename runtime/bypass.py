@@ -43,13 +43,12 @@ class BypassState(NamedTuple):
     stopped: Floats  # 1 where drafting does not pay
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """When an account says stop, and how soon it looks again.
 
-    A useless drafter costs about ``trust · rounds`` plain rounds until it is stopped, and then at most
-    ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its loss back at that
-    rate, and by twice that after the next one if nothing at all was accepted.
+    A useless drafter costs about ``trust · trust_rounds`` plain rounds until it is stopped, and then at
+    most ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its loss back at
+    that rate, and by twice that after the next one if nothing at all was accepted.
     """
 
     certainty: float  # standard errors
@@ -58,13 +57,18 @@ class Judgement:
     trust: float = 0.5  # gain a round that it is credited with
 
 
+TOGETHER = Judgement(certainty=1.5, trust_rounds=6.0, probe_share=0.02)
+ONE_OF_MANY = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
+ONLY_ONE = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
+
+
 @dataclass(frozen=True)
 class Bypass:
     """Who drafts this round."""
 
-    together: Judgement = Judgement(certainty=1.5, trust_rounds=6.0, probe_share=0.02)
-    one_of_many: Judgement = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
-    only_one: Judgement = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
+    together: Judgement = TOGETHER
+    one_of_many: Judgement = ONE_OF_MANY
+    only_one: Judgement = ONLY_ONE
     longest_wait: float = 512.0
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
     shared_memory: float = 0.998  # the same, in the accounts of all requests
@@ -121,34 +125,38 @@ class Bypass:
     ) -> BypassState:
         """The accounts after a round, or after n rounds of the same requests."""
         took_part = np.atleast_2d(np.asarray(drafted, dtype=np.float64))
-        cost, own_cost = (np.atleast_2d(each) * took_part for each in spent)
-        kept = np.atleast_2d(accepted) * took_part
+        cost, own_cost = spent
+        kept = np.asarray(accepted) * took_part
+        gain, own_gain = kept - cost * took_part, kept - own_cost * took_part
+        figures = np.array(
+            [
+                took_part, own_gain, own_gain * own_gain, own_cost * took_part, kept,
+                gain, gain * gain, cost * took_part,
+            ]
+        )  # fmt: skip
+        by_request = np.add.reduce(figures, axis=1)  # [8, R]
+        of_all = np.add.reduce(by_request, axis=1)
         rows = np.asarray(slots, dtype=np.int64)
-        shared = _shared_column(state, rows.size)
-        columns = np.stack(state)
-        self._inherit(columns, shared, _nearest_known(state, shared))
-        gain, own_gain = kept - cost, kept - own_cost
+        seen = np.empty((5, rows.size + 1))
+        seen[:, :-1], seen[:, -1] = by_request[:5], of_all[[0, 5, 6, 7, 4]]
+        mean_cost, mean_kept = seen[3:] / np.maximum(seen[0], 1.0)
         # A level counts every drafted request, and waits by rounds in which anyone drafted.
-        sums = [
-            np.append(own.sum(axis=0), together.sum())
-            for own, together in (
-                (took_part, took_part), (own_gain, gain), (own_gain * own_gain, gain * gain),
-            )
-        ]  # fmt: skip
-        drafted_rounds = np.append(sums[0][:-1], took_part.any(axis=1).sum())
-        each = np.maximum(sums[0], 1.0)
-        mean_cost = np.append(own_cost.sum(axis=0), cost.sum()) / each
-        mean_kept = np.append(kept.sum(axis=0), kept.sum()) / each
+        drafted_rounds = seen[0].copy()
+        drafted_rounds[-1] = np.count_nonzero(np.logical_or.reduce(took_part, axis=1))
+        shared = _shared_column(state, rows.size)
+        columns = np.array(state)
+        self._inherit(columns, shared, _nearest_known(state, shared))
+        places = np.empty(rows.size + 1, np.int64)
+        places[:-1], places[-1] = rows, shared
         forget = self.memory**drafted_rounds
-        forget[-1] = self.shared_memory ** (sums[0][-1] / max(rows.size, 1))
-        places = np.append(rows, shared)
-        rounds, total, squares = known = forget * columns[:3, places] + np.stack(sums)
+        forget[-1] = self.shared_memory ** (seen[0, -1] / max(rows.size, 1))
+        known = forget * columns[:3, places] + seen[:3]
         wait, backoff = columns[3:5, places]
-        stopped = self._loses(rounds, total, squares)
+        certainty, credit, share, trust = self._judgements(rows.size)
+        stopped = _loses(known, certainty, credit, trust)
         share_lost = np.maximum(1.0 - mean_kept / np.maximum(mean_cost, 1e-9), 0.0)
         failed = stopped * (drafted_rounds > 0) * share_lost
-        loss = (mean_cost - mean_kept) / self._by_account("probe_share", mean_cost.size)
-        pause = np.minimum(loss * 2.0**backoff, self.longest_wait)
+        pause = np.minimum((mean_cost - mean_kept) / share * 2.0**backoff, self.longest_wait)
         waited = np.maximum(wait - (len(took_part) - drafted_rounds), 0.0)
         columns[:3, places] = known
         columns[3, places] = np.where(failed > 0, pause, waited)
@@ -170,28 +178,29 @@ class Bypass:
             known = np.array([1.0, mean, variance + mean * mean])
             columns[:3, column] = self.inherited_rounds * known
 
-    def _loses(self, rounds: Floats, gain: Floats, squares: Floats) -> NDArray[np.bool_]:
-        """Whether the mean gain, credit included, is not positive; [R + 1].
+    def _judgements(self, requests: int) -> Floats:  # [4, R + 1]
+        """Of each request's account and, last, of all together."""
+        own = self.only_one if requests == 1 else self.one_of_many
+        return np.repeat(np.array((own, self.together)), (requests, 1), axis=0).T
 
-        A few rounds say little about how much they vary: what all together say has the credit's weight.
-        """
-        seen = np.maximum(rounds, 1.0)
-        variance = np.maximum(squares / seen - (gain / seen) ** 2, 0.0)
-        certainty, credit, trust = (
-            self._by_account(name, rounds.size)
-            for name in ("certainty", "trust_rounds", "trust")
-        )
-        weight = credit + rounds
-        variance = (rounds * variance + credit * variance[-1]) / weight
-        mean = (credit * trust + gain) / weight
-        return np.asarray(mean + certainty * np.sqrt(variance / weight) <= 0)
 
-    def _by_account(self, name: str, accounts: int) -> Floats:  # [R + 1]
-        """A figure of each request's judgement and, last, of all together."""
-        own = self.only_one if accounts == 2 else self.one_of_many
-        values = np.full(accounts, getattr(own, name))
-        values[-1] = getattr(self.together, name)
-        return values
+def _loses(
+    known: Floats,  # [3, R + 1] rounds, gain and squares
+    certainty: Floats,  # [R + 1], as those behind it
+    credit: Floats,
+    trust: Floats,
+) -> NDArray[np.bool_]:  # [R + 1]
+    """Whether the mean gain, credit included, is not positive.
+
+    A few rounds say little about how much they vary: what all together say has the credit's weight.
+    """
+    rounds, gain, squares = known
+    seen = np.maximum(rounds, 1.0)
+    variance = np.maximum(squares / seen - (gain / seen) ** 2, 0.0)
+    weight = credit + rounds
+    variance = (rounds * variance + credit * variance[-1]) / weight
+    mean = (credit * trust + gain) / weight
+    return np.asarray(mean + certainty * np.sqrt(variance / weight) <= 0)
 
 
 def _state(columns: Floats) -> BypassState:  # [6, S + L]

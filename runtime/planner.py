@@ -143,10 +143,9 @@ class Planner:
     @property
     def drift(self) -> Drift:
         """Predicted against observed acceptance of recent rounds, those not yet learned from included."""
-        shown = self._shown(self._unlearned) if self._unlearned else None
-        return (
-            self._drift if shown is None else self._drift.updated(shown, len(self._unlearned))
-        )
+        rounds = self._unlearned
+        shown = self._shown(rounds, *_stacked(rounds)) if rounds else None
+        return self._drift if shown is None else self._drift.updated(shown, len(rounds))
 
     @property
     def bypassed(self) -> dict[str, int] | None:
@@ -297,22 +296,20 @@ class Planner:
         if not self._unlearned:
             return
         rounds, self._unlearned = self._unlearned, []
+        drafted, lengths, accepted = _stacked(rounds)
         if self._bypass is not None and self.table is not None:
-            drafted = np.array([each.drafted for each in rounds])
-            lengths = np.array([each.lengths for each in rounds])
-            accepted = np.array([each.accepted for each in rounds])
             context = self._context(rounds[-1].context_tokens)
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
             self._accounts = self._bypass.updated(
                 self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
             )
             self._look_up_accounts()
-        shown = self._shown(rounds)
+        shown = self._shown(rounds, drafted, lengths, accepted)
         if shown is None:
             return
         self._drift = self._drift.updated(shown, len(rounds))
         if self._fixed is None:
-            self._correct(rounds, shown)
+            self._correct(drafted, shown)
 
     def _look_up_accounts(self) -> None:
         if self._bypass is not None:
@@ -320,15 +317,14 @@ class Planner:
             self._stopped = self._accounts.stopped[self._slots] > 0
             self._some_stopped = bool(self._stopped.any())
 
-    def _shown(self, rounds: list[_Round]) -> Outcomes | None:  # [M, K]
+    def _shown(
+        self, rounds: list[_Round], drafted: Bools, lengths: Ints, accepted: Ints
+    ) -> Outcomes | None:  # [M, K]
         """What requests that drafted showed, round by round; None if their drafter has no scores."""
         if rounds[0].planned.confidence is None and rounds[0].planned.logits is None:
             return None
-        return outcomes(
-            np.concatenate([self._confidence_of(each) for each in rounds]),
-            np.concatenate([each.lengths[each.drafted] for each in rounds]),
-            np.concatenate([each.accepted[each.drafted] for each in rounds]),
-        )
+        confidence = np.concatenate([self._confidence_of(each) for each in rounds])
+        return outcomes(confidence, lengths[drafted], accepted[drafted])
 
     def _confidence_of(self, each: _Round) -> Floats:  # [D, K]
         planned = each.planned
@@ -337,12 +333,12 @@ class Planner:
         assert planned.logits is not None
         return self.calibration.confidence(planned.logits)
 
-    def _correct(self, rounds: list[_Round], shown: Outcomes) -> None:
+    def _correct(self, drafted: Bools, shown: Outcomes) -> None:
         """Offsets of requests and positions."""
-        slots = np.concatenate([self._slots[each.drafted] for each in rounds])
+        slots = np.broadcast_to(self._slots, drafted.shape)[drafted]
         variance = self.calibration.request_variance
         self._offsets = self._offsets.updated(slots, shown, variance)
-        self._common = self._common.updated(self._greedy[slots], shown, len(rounds))
+        self._common = self._common.updated(self._greedy[slots], shown, len(drafted))
         self._shift = self._new_shift()
 
     def _new_shift(self) -> Floats:  # [S, K]
@@ -353,6 +349,15 @@ class Planner:
         if self._bypass is not None and self._rested:
             self._accounts = self._bypass.rested(self._accounts, self._slots, self._rested)
             self._rested = 0
+
+
+def _stacked(rounds: list[_Round]) -> tuple[Bools, Ints, Ints]:  # [n, R] each
+    """Who drafted, verification lengths and accepted drafts."""
+    return (
+        np.array([each.drafted for each in rounds]),
+        np.array([each.lengths for each in rounds]),
+        np.array([each.accepted for each in rounds]),
+    )
 
 
 def _expected(
