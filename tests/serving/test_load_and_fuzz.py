@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of the server, short: 64 clients for five seconds, and some hundred generated requests."""
+"""The benchmarks of the server, short: 64 clients for five seconds, overhead, some hundred generated
+requests.
+"""
 
 import json
 import os
@@ -30,6 +32,15 @@ def test_sixty_four_streams_without_error_or_starvation(tiny_bundle: Bundle) -> 
     assert report["fewest_and_most_requests"][0] >= 1
     assert report["fairness"] > 0.8
     assert report["first_token_ms"]["p50"] <= report["first_token_ms"]["p99"]
+
+
+def test_overhead_is_measured_beside_the_engine(tiny_bundle: Bundle) -> None:
+    """The figures themselves are docs/serving.md's: such short answers on a shared machine say nothing."""
+    options = ("--streams", "8", "--tokens", "16", "--repeats", "1", "--threads", "1")
+    report = run_benchmark("serve_overhead", tiny_bundle, *options)
+    assert (report["streams"], report["tokens"], report["threads"]) == (8, 16, 1)
+    assert report["engine_s"] > 0
+    assert report["ratios"] == [round(1 + report["overhead"], 3)]
 
 
 def test_generated_requests_find_nothing(tiny_bundle: Bundle) -> None:

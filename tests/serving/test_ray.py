@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -23,8 +25,10 @@ from ray.serve.handle import DeploymentHandle
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import EngineClosedError, RequestError
+from dspark_trt.runtime.async_engine import AsyncEngine
+from dspark_trt.runtime.engine import Engine
 from dspark_trt.runtime.request import Completion, Request, SamplingParams
-from dspark_trt.runtime.serving.ray import RayOptions, app
+from dspark_trt.runtime.serving.ray import EngineReplica, RayOptions, app
 from dspark_trt.runtime.serving.ray_client import RayEngine
 from dspark_trt.runtime.serving.ray_policies import RecentAcceptance, ScaleByWork
 from tests.conftest import ROOT, ExportBundle
@@ -331,6 +335,21 @@ def test_the_documented_program_runs(
     request = Request(prompt_ids=(1, 2, 3), params=SamplingParams(seed=1))
     assert f"{here(tiny_bundle, [request])[0].token_ids}\n" in capsys.readouterr().out
     serve.delete("default")
+
+
+def test_a_replica_whose_engine_failed_says_so_to_ray(tiny_bundle: Bundle) -> None:
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    request = requests_about(tiny_bundle, 4)[0]
+    with AsyncEngine(Engine.load(tiny_bundle)) as engine:
+        replica: Any = SimpleNamespace(_loaded=[SimpleNamespace(engine=engine)])
+        engine.generate(request, timeout_s=30)
+        asyncio.run(EngineReplica.check_health(replica))
+        engine.engine._rounds.target.step = broken  # type: ignore[method-assign, assignment]
+        assert "a bug" in str(engine.generate(request, timeout_s=30).error)
+        with pytest.raises(EngineClosedError, match="a bug"):
+            asyncio.run(EngineReplica.check_health(replica))
 
 
 def test_scaling_counts_requests_by_acceptance() -> None:
