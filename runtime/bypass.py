@@ -57,7 +57,7 @@ class Judgement(NamedTuple):
     trust: float = 0.5  # gain a round that it is credited with
 
 
-TOGETHER = Judgement(certainty=1.5, trust_rounds=6.0, probe_share=0.02)
+TOGETHER = Judgement(certainty=0.5, trust_rounds=6.0, probe_share=0.02)
 ONE_OF_MANY = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
 ONLY_ONE = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
 
