@@ -9,15 +9,17 @@ import re
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
+from dspark_trt.bundle import Bundle
 from dspark_trt.cli import build_app
 from tests.conftest import ROOT
-from tests.e2e.pages import PAGES, name_of, prose, steps
+from tests.e2e.pages import PAGES, blocks, name_of, prose, steps
 from tests.packaging.tree import python_files
 
 _LINE = re.compile(r"^(?:\S*/)?dspark-trt (.*?)(?: \||$)", re.MULTILINE)
@@ -111,6 +113,22 @@ def test_metrics_are_those_of_the_engine() -> None:
     names = set(re.findall(r"`(dspark_\w+)`", _page("operations.md")))
     assert len(names) > 5
     assert [n for n in names if f'"{n.removesuffix("_total")}"' not in source] == []
+
+
+def test_the_listing_of_a_bundle_is_its_content(tiny_bundle: Bundle) -> None:
+    """Every file is listed; what is listed is there, or comes with another command or option."""
+    listing = next(
+        content
+        for language, content in blocks(ROOT / "docs" / "bundle.md")
+        if language == "text"
+    )
+    listed = dict(line.split(maxsplit=1) for line in listing.splitlines())
+    names = [
+        f"{path.name}/" if path.is_dir() else path.name for path in tiny_bundle.path.iterdir()
+    ]
+    assert [n for n in names if not any(fnmatch(n, pattern) for pattern in listed)] == []
+    absent = {pattern for pattern in listed if not any(fnmatch(n, pattern) for n in names)}
+    assert absent == {"target_verify.onnx", "calibration.json", "sps.json", "engines/"}
 
 
 def _page(name: str) -> str:
