@@ -26,7 +26,7 @@ def read_checkpoint(
     folder = resolve_source(source, revision=overrides.revision)
     files = read_tensors(folder)
     if is_target(files) and mtp_sign(files) is None:
-        return read_target(folder)
+        return read_target(folder, settings=overrides.target_settings)
     return read_draft(folder, overrides=overrides)
 
 

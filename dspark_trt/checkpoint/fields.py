@@ -46,7 +46,7 @@ class Fields:
     """The settings of one config.json; ``path`` is named in every error.
 
     ``stated`` are settings that count instead of those in the file, wherever it has them; None where none
-    can be stated, so that errors name no flag.
+    can be stated, so that errors name no flag. ``owner`` is what flags put before a key ("target.").
     """
 
     def __init__(
@@ -56,9 +56,11 @@ class Fields:
         *,
         nested: tuple[str, ...] = (),
         stated: Mapping[str, Any] | None = None,
+        owner: str = "",
     ) -> None:
         self.path = path
         self.stated = stated
+        self._owner = owner
         self._asked: set[str] = set()
         self.places: dict[str, Mapping[str, Any]] = {"": config}
         for place in nested:
@@ -76,7 +78,9 @@ class Fields:
         for spelling in spellings:
             if self.stated and spelling in self.stated:
                 value = self.stated[spelling]
-                return None if value is None else Setting(value, f"--set {spelling}")
+                return (
+                    None if value is None else Setting(value, f"--set {self._owner}{spelling}")
+                )
         found = self.said(key)
         for other in found[1:]:
             if other.value != found[0].value:
@@ -150,9 +154,8 @@ class Fields:
             CheckpointError: names them.
         """
         if unasked := sorted(set(self.stated or ()) - self._asked):
-            raise self.error(
-                f"--set {', '.join(unasked)}: no setting of this format is called so"
-            )
+            names = ", ".join(self._owner + name for name in unasked)
+            raise self.error(f"--set {names}: no setting of this format is called so")
 
     def require_neutral(self, neutral: Mapping[str, Any]) -> None:
         """Refuse settings that are there with another value than the one that changes nothing.
@@ -176,9 +179,8 @@ class Fields:
         """How the command line overrides a setting, to be put behind a sentence."""
         if key is None or self.stated is None:
             return ""
-        return override_flag(
-            key.removeprefix("--set ").rpartition(".")[2]
-        )  # places do not matter
+        # A place, or the flag it was stated with, may stand before the key.
+        return override_flag(key.rpartition(" ")[2].rpartition(".")[2], owner=self._owner)
 
     def _typed(
         self, key: str, accepts: Callable[[Any], bool], expected: str
@@ -189,9 +191,10 @@ class Fields:
         return setting
 
 
-def override_flag(key: str) -> str:
-    """The flag that states a setting of a drafter, to be put behind a sentence."""
-    return f" (override: {_FLAGS.get(key, f'--set {key}=VALUE')})"
+def override_flag(key: str, *, owner: str = "") -> str:
+    """The flag that states a setting of a drafter, or of its target, to be put behind a sentence."""
+    stated = f"--set {owner}{key}=VALUE"
+    return f" (override: {stated if owner else _FLAGS.get(key, stated)})"
 
 
 def _spellings(key: str) -> list[str]:

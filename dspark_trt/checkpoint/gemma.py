@@ -59,14 +59,16 @@ def gemma_target_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
     shared = fields.integer("num_kv_shared_layers")
     if shared is not None and shared.value:
         raise fields.error(
-            f"{shared.where} is {shared.value}: layers that share keys are not supported yet (only 0)"
+            f"{shared.where} is {shared.value}: layers that share keys are not supported yet (only 0)",
+            "num_kv_shared_layers",
         )
     count = fields.required_integer("num_hidden_layers", most=MAX_LAYERS)
     types = fields.require("layer_types", fields.texts("layer_types"))
     if len(types.value) != count or {*types.value} - {_FULL, _SLIDING}:
         raise fields.error(
             f"{types.where} must hold {count} of {_FULL!r} and {_SLIDING!r} (num_hidden_layers), "
-            f"got {types.value}"
+            f"got {types.value}",
+            "layer_types",
         )
     windows: tuple[int | None, ...] = ()
     sliding = None

@@ -104,7 +104,8 @@ class DraftOverrides:
 
     ``target_layer_ids`` are ours: i is the output of decoder layer i, -1 the embedding output. ``gamma``
     below the checkpoint's own drafts fewer tokens, above it is refused. ``settings`` are keys of
-    config.json with other values. ``revision`` is a branch, tag or commit of a hub repository.
+    config.json with other values, ``target_settings`` of its target's. ``revision`` is a branch, tag or
+    commit of a hub repository.
     """
 
     slot_semantics: SlotSemantics | None = None
@@ -112,6 +113,7 @@ class DraftOverrides:
     target_layer_ids: tuple[int, ...] | None = None
     gamma: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    target_settings: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
 
 

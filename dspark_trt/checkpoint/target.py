@@ -6,6 +6,8 @@ the text part of Gemma4.
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from dspark_trt.checkpoint.accounting import account_for, rename
 from dspark_trt.checkpoint.decoder import decoder_from_fields, decoder_shapes
@@ -41,8 +43,14 @@ _OTHER_MODALITIES = (
 )  # fmt: skip
 
 
-def read_target(source: str | Path, *, revision: str | None = None) -> TargetCheckpoint:
-    """Read the target in a folder or hub repository; no tensor data is loaded.
+def read_target(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> TargetCheckpoint:
+    """Read the target in a folder or hub repository; no tensor data is loaded. ``settings`` are keys of
+    config.json that count instead of the file's.
 
     Raises:
         CheckpointError: one sentence for what is unreadable, contradictory or not supported; for the
@@ -51,7 +59,12 @@ def read_target(source: str | Path, *, revision: str | None = None) -> TargetChe
     folder = resolve_source(source, revision=revision)
     config = read_json(folder / "config.json")
     text = config.get("text_config")  # beside the settings of vision and audio
-    fields = Fields(text if isinstance(text, dict) else config, folder / "config.json")
+    fields = Fields(
+        text if isinstance(text, dict) else config,
+        folder / "config.json",
+        stated=settings,
+        owner="target.",
+    )
     notes = Notes()
     files = read_tensors(folder)
     other = frozenset(key for key in files if key.startswith(_OTHER_MODALITIES))
@@ -69,17 +82,20 @@ def read_target(source: str | Path, *, revision: str | None = None) -> TargetChe
         tensors,
         expected | ({LM_HEAD: head_shape} if LM_HEAD in tensors or not tied else {}),
         folder,
+        override=fields.flag_for("KEY"),
     )
     if tied and LM_HEAD in tensors:
         tensors = _without_copied_head(tensors, folder, notes)
     notes.note_numbers(fields, decoder, tensors.values())
+    stop_tokens = _stop_tokens(fields, folder, decoder.vocab_size, notes)
+    fields.require_asked()
     return TargetCheckpoint(
         path=folder,
         config=TargetConfig(
             family=family,
             decoder=decoder,
             tie_word_embeddings=tied,
-            stop_token_ids=_stop_tokens(fields, folder, decoder.vocab_size, notes),
+            stop_token_ids=stop_tokens,
         ),
         tensors=tensors,
         decisions=tuple(notes.decisions),
@@ -113,7 +129,8 @@ def _family(fields: Fields, tensors: Mapping[str, TensorRef], notes: Notes) -> T
         if model_type.value not in _FAMILIES:
             raise fields.error(
                 f"targets of model_type {model_type.value!r} are not supported yet; "
-                f"supported: {', '.join(_FAMILIES)}"
+                f"supported: {', '.join(_FAMILIES)}",
+                "model_type",
             )
         family, reason = _FAMILIES[model_type.value], f"model_type is {model_type.value}"
     else:
@@ -159,8 +176,10 @@ def _stop_tokens(
 ) -> tuple[int, ...]:
     """generation_config.json first, as Hugging Face's generate does."""
     path = folder / "generation_config.json"
-    sources = [Fields(read_json(path), path)] if path.is_file() else []
-    for source in (*sources, fields):
+    sources = [fields]
+    if path.is_file() and "eos_token_id" not in (fields.stated or ()):
+        sources.insert(0, Fields(read_json(path), path))
+    for source in sources:
         if (setting := source.find("eos_token_id")) is None:
             continue
         ids = setting.value if isinstance(setting.value, list) else [setting.value]
@@ -168,6 +187,7 @@ def _stop_tokens(
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise source.error(
                     f"eos_token_id {token!r} is not a token of the vocabulary of {vocab_size}"
+                    + fields.flag_for("eos_token_id")
                 )
         notes.decide("stop_token_ids", ids, f"eos_token_id of {source.path.name}")
         return tuple(ids)

@@ -57,7 +57,7 @@ def command(
         revision=revision,
     )
     draft = read_draft(checkpoint, overrides=overrides)
-    served = None if target is None else read_target(target)
+    served = None if target is None else read_target(target, settings=overrides.target_settings)
     written = convert_draft(
         draft,
         output,

@@ -96,7 +96,11 @@ def command(
         from dspark_trt.export.graph_as_target import refuse_graph_as_target
 
         refuse_graph_as_target(target, drafter)
-    host = None if target is None else read_target(target, revision=target_revision)
+    host = (
+        None
+        if target is None
+        else read_target(target, revision=target_revision, settings=overrides.target_settings)
+    )
     warnings = _show_warnings(drafter, host)
     from dspark_trt.export.bundle_from_checkpoints import (
         export_bundle,  # torch: after bad input

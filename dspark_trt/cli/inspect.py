@@ -109,7 +109,7 @@ def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> R
         return _engine_report(path)
     checkpoint = read_checkpoint(source, overrides=overrides)
     if isinstance(checkpoint, DraftCheckpoint):
-        return _draft_report(checkpoint, target)
+        return _draft_report(checkpoint, target, overrides)
     if target is not None:
         raise CheckpointError(f"{source} is a target; --target goes with a drafter")
     return _target_report(checkpoint)
@@ -149,11 +149,13 @@ def _engine_report(path: Path) -> Report:
     return Report(kind="engine", path=str(path), facts=facts, decisions=(), warnings=())
 
 
-def _draft_report(draft: DraftCheckpoint, target: str | None) -> Report:
+def _draft_report(
+    draft: DraftCheckpoint, target: str | None, overrides: DraftOverrides
+) -> Report:
     facts = _sizes(draft.config.decoder, draft.tensors.values())
     warnings = draft.warnings
     if target is not None:
-        served = read_target(target)
+        served = read_target(target, settings=overrides.target_settings)
         warnings += check_pair(draft, served)
         facts["target"] = str(served.path)
         facts["fits_target"] = True

@@ -10,6 +10,8 @@ from dspark_trt.checkpoint import DraftOverrides
 from dspark_trt.config import SlotSemantics
 from dspark_trt.errors import CheckpointError
 
+_TARGET = "target."
+
 SampleFromAnchor = Annotated[
     bool | None,
     typer.Option(
@@ -35,8 +37,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A setting of config.json that counts instead of the file's; VALUE is JSON, null: absent. May be "
-        "repeated.",
+        help="A setting of config.json that counts instead of the file's; VALUE is JSON, null: absent. "
+        "target.KEY is one of the target's. May be repeated.",
         show_default=False,
     ),
 ]
@@ -70,9 +72,18 @@ def overrides_from_flags(
         mask_token_id=mask_token_id,
         target_layer_ids=None if target_layer_ids is None else _layers(target_layer_ids),
         gamma=gamma,
-        settings=dict(map(_setting, settings or ())),
+        settings=_settings(settings, of_target=False),
+        target_settings=_settings(settings, of_target=True),
         revision=revision,
     )
+
+
+def _settings(settings: list[str] | None, *, of_target: bool) -> dict[str, Any]:
+    return {
+        key.removeprefix(_TARGET): value
+        for key, value in map(_setting, settings or ())
+        if key.startswith(_TARGET) == of_target
+    }
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from tests.checkpoints import (
     write_draft,
     write_eagle3_draft,
     write_gemma_draft,
+    write_gemma_target,
     write_target,
 )
 from tests.checkpoints_deepseek import write_deepseek_draft
@@ -73,7 +74,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("hidden_act", "gelu", "only 'silu'"),
     ("rope_theta", None, "is missing"),
     ("max_position_embeddings", True, "expected an integer"),
-    ("layer_types", ["linear_attention"], "only 'full_attention'|'full_attention' only"),
+    ("layer_types", ["linear_attention"], "only 'full_attention'|'full_attention' (only|and)"),
     ("block_size", 0, "proposes no token"),
     ("num_target_layers", 0, "at least 1"),
     ("target_layer_ids", [3, 1], "not strictly increasing"),
@@ -233,6 +234,15 @@ def test_pairs_that_do_not_fit(tmp_path: Path) -> None:
         check_pair(read_draft(silent), target)
 
 
+def test_stop_tokens_of_another_file_can_be_stated(tmp_path: Path) -> None:
+    path = write_target(tmp_path / "target", stop_token_ids=(1, 4000))
+    with pytest.raises(
+        CheckpointError, match=r"generation_config.json: eos_token_id 4000 .*--set target\.eos"
+    ):
+        read_target(path)
+    assert read_target(path, settings={"eos_token_id": 2}).config.stop_token_ids == (2,)
+
+
 def test_what_no_setting_mends_names_no_flag(tmp_path: Path) -> None:
     path = write_draft(tmp_path / "draft", layout="speculators", drafted=(1, 4, 9, 300))
     edit_tensors(path, lambda w: w.update({"t2d": torch.ones(320, dtype=torch.bool)}))
@@ -311,3 +321,42 @@ def test_flags_of_the_command_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             inspect(*flags)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "expectation"),
+    [
+        *(case for case in WRONG if case[0] not in ("num_hidden_layers", "hidden_act")),
+        ("num_hidden_layers", 5000, "expected at most 1000"),
+        ("model_type", "mamba", "supported: qwen2, qwen3"),
+        ("eos_token_id", 4000, "not a token of the vocabulary of 320"),
+        ("tie_word_embeddings", "no", "expected true or false"),
+        ("num_kv_shared_layers", 2, "only 0"),
+        ("moe_intermediate_size", None, "is missing"),
+        ("decoder_sparse_step", 0, "expected at least 1"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama", "gemma4"])
+def test_a_wrong_setting_of_a_target(
+    tmp_path: Path, family: str, key: str, wrong: Any, expectation: str
+) -> None:
+    write = write_gemma_target if family == "gemma4" else partial(write_target, family=family)
+    path = write(tmp_path / "target")
+    (path / "generation_config.json").unlink()  # which says another time where text ends
+    config = json.loads((path / "config.json").read_text())
+    sound = read_target(path)
+    if key not in config or (family == "gemma4" and key == "rope_theta"):
+        return
+    right, config[key] = config[key], wrong
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as caught:
+        read_target(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert key in text
+    assert wrong is None or shown(wrong) in text.lower()
+    assert re.search(expectation, text)
+    assert re.search(rf"\(override: --set target\.({key}|KEY)=VALUE\)", text)
+    assert read_target(path, settings={key: right}).config == sound.config
+    with pytest.raises(CheckpointError, match=r"--set target\.keey: no setting"):
+        read_target(path, settings={key: right, "keey": 1})
