@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from prepare import Report, prepare_target, progress_bar
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.bundle import CALIBRATION, COST_TABLE, Bundle, load_bundle
@@ -56,7 +57,8 @@ def main() -> None:
             _timed(console, "cost table", lambda: _measured(bundle, report))
     except CheckpointError as error:
         console.print(
-            f"[yellow]No SmolLM2 here, so the toy instead:[/] {error}\n", soft_wrap=True
+            f"[yellow]No SmolLM2 here, so the toy instead:[/] {escape(str(error))}\n",
+            soft_wrap=True,
         )
         runpy.run_path(str(TINY), run_name="__main__")
         return

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dspark_trt.checkpoint import read_target
@@ -198,7 +199,7 @@ def main() -> None:
         with progress_bar(console) as report:
             is_new = prepare_target(arguments.out, source=arguments.source, report=report)
     except DSparkError as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
     print(f"{arguments.out}: {'prepared' if is_new else 'was there already'}")
 
