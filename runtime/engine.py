@@ -26,7 +26,8 @@ from dspark_trt.runtime.metrics import EngineMetrics
 from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.prefix_cache import PrefixCache, PrefixRows
 from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenEvent
-from dspark_trt.runtime.rounds import RoundReport, Rounds
+from dspark_trt.runtime.round_report import RoundReport
+from dspark_trt.runtime.rounds import Rounds
 from dspark_trt.runtime.scheduler import Scheduler
 from dspark_trt.runtime.scheduling import AUTO, choose_scheduling
 from dspark_trt.runtime.sequence import Sequence
@@ -147,6 +148,8 @@ class Engine:
                 self._rounds.table,
                 has_confidence=self._has_head,
             )
+        elif isinstance(backend, RunsRounds):
+            _log.info("no round is launched at once: %s", self._why_not_launched)
         self._waiting = WaitingQueue(
             AdmissionLimits(
                 waiting=options.max_waiting, cached_tokens=options.max_cached_tokens
@@ -500,7 +503,7 @@ class Engine:
         length = self._prefixes.usable_length(prompt)
         if length:
             row = self._rounds.active.index(sequence)
-            self._rounds.settle(row)
+            self._rounds.feed.settle(row)
             target = self._rounds.target.read_rows(row, length)
             drafter = self._rounds.drafter.read_rows(row, length)
             self._prefixes.store(prompt, PrefixRows(length, target, drafter))

@@ -23,7 +23,7 @@ from dspark_trt.runtime.cost_table import CostTable
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.launched_rounds import PROCESSED, PROMPT, TOO_EARLY, UNDRAFTED
 from dspark_trt.runtime.request import Completion, FinishReason, Request, SamplingParams
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.scheduler import Algorithm1, Asynchronous, Scheduler
 from dspark_trt.runtime.scheduling import choose_scheduling
 from dspark_trt.runtime.trace_recorder import TraceRecorder
@@ -156,6 +156,34 @@ def check_waits(launched: Played, waiting: Played) -> None:
     assert all(each["draft"] == each["verify"] == 1 for each in [*others, *waiting.waits])
 
 
+@pytest.mark.parametrize(
+    ("room", "tokens_per_step", "reason"),
+    [(12, 64, FinishReason.CAPACITY), (900, 11, FinishReason.LENGTH)],
+)
+def test_limits_of_context_and_of_a_step(
+    room: int, tokens_per_step: int, reason: FinishReason, tiny_bundle: Bundle
+) -> None:
+    """A request ends with its context, or a step has room for few drafts: limits below γ."""
+    most = tiny_bundle.max_context_tokens
+    prompt = np.random.default_rng(0).integers(3, VOCAB, most - room).tolist()
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, seed=5)
+    long = Request(prompt_ids=(1, *prompt), params=params)
+    found = []
+    for launches in (True, False):
+        options = EngineOptions(
+            max_batch=3, max_tokens_per_step=tokens_per_step, launch_rounds=launches
+        )
+        with Engine.load(
+            tiny_bundle, backend="torch", backend_options=CPU, options=options
+        ) as engine:
+            done = engine.generate([long, request(1), request(2)])
+            assert (engine.status()["launched_rounds"]["rounds"] > 3) == launches
+        assert done[0].finish_reason is reason
+        found.append([(each.token_ids, each.stats.verification_lengths) for each in done])
+    assert found[0] == found[1]
+    assert any(0 < length < GAMMA for _, lengths in found[0] for length in lengths)
+
+
 class NoRead(TorchDispatchMode):
     """Operators that bring a value to the host, or have a shape that only values decide."""
 
@@ -191,7 +219,6 @@ def test_launching_reads_no_value(tiny_bundle: Bundle, monkeypatch: pytest.Monke
     ("scheduler", "params", "speculate", "reason"),
     [
         ("auto", {"logprobs": 2}, True, PROCESSED),
-        ("auto", {"repetition_penalty": 1.2}, True, PROCESSED),
         ("auto", {}, False, UNDRAFTED),
         (Asynchronous(COSTS), {}, True, TOO_EARLY),
         (Algorithm1(COSTS), {}, True, "scheduler Algorithm1 asks this round's confidences"),
@@ -207,7 +234,7 @@ def test_rounds_that_have_to_wait_say_why(
 ) -> None:
     made = request(1, **params)
     asked = Request(prompt_ids=made.prompt_ids, params=made.params, speculate=speculate)
-    plain = request(2, max_new_tokens=90)
+    plain = request(2, max_new_tokens=70)
     outputs = []
     for launches in (True, False):
         options = EngineOptions(max_batch=2, launch_rounds=launches)
@@ -229,6 +256,7 @@ def test_rounds_that_have_to_wait_say_why(
             assert (status["rounds"] == 0) == isinstance(scheduler, Algorithm1)
     assert outputs[0] == outputs[1]
     assert f"rounds wait for the device in between: {reason}" in caplog.text
+    assert "no round is launched at once: launch_rounds is off" in caplog.text
 
 
 @pytest.mark.parametrize(
