@@ -32,7 +32,11 @@ def test_what_is_read(tmp_path: Path, quantised: bool) -> None:
     assert isinstance(draft, DraftCheckpoint)
     config, decoder = draft.config, draft.config.decoder
     assert (draft.format, draft.borrowed, draft.warnings) == ("mtp", frozenset(), ())
-    assert (config.gamma, config.target_layer_ids, config.num_target_layers) == (1, (FINAL_NORM,), 4)
+    assert (config.gamma, config.target_layer_ids, config.num_target_layers) == (
+        1,
+        (FINAL_NORM,),
+        4,
+    )
     assert (config.tap_size, config.context_size) == (64, 65)
     assert config.confidence is ConfidenceInput.NONE
     assert decoder.cache_sizes == ((1, 40),)  # a latent and a turned key for all heads
