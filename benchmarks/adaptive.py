@@ -34,7 +34,7 @@ from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name
 from dspark_trt.runtime.request import Request, SamplingParams
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.scheduling import bundled_costs
 
 ROOT = Path(__file__).parents[1]

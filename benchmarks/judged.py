@@ -42,7 +42,7 @@ from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name, usable_cpus
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import Request, SamplingParams
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.shipped_prompts import PROMPTS
 from dspark_trt.runtime.text import TextCodec
 from dspark_trt.runtime.trace_collection import Prompt

@@ -25,7 +25,7 @@ from dspark_trt.runtime.bench_work import Work, draft_work, target_work, verify_
 from dspark_trt.runtime.bootstrap import interval_of_ratio
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.trace_collection import Prompt
 
 PLAIN = "fixed:0"

@@ -26,7 +26,7 @@ from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.profiling import ProfilePlan, profile
 from dspark_trt.runtime.request import Request, SamplingParams
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.scheduling import bundled_costs
 from dspark_trt.runtime.trace_collection import Prompt, collect_traces
 from dspark_trt.runtime.traces import Traces

@@ -19,7 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from dspark_trt.runtime.request import FinishReason
-from dspark_trt.runtime.rounds import STAGES, RoundReport
+from dspark_trt.runtime.round_report import STAGES, RoundReport
 
 Counts = NDArray[np.int64]
 Gap = Callable[[], NDArray[np.float64]]

@@ -31,7 +31,7 @@ from dspark_trt.runtime.machine import cost_origin
 from dspark_trt.runtime.ragged import RaggedRows
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.round_costs import RoundCosts
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.scheduler import Fixed, Plan, Scheduler
 
 Progress = Callable[[int, int], None]  # done, of how many

@@ -7,9 +7,7 @@ Active requests are the first rows of every cache, so bindings never move. A rou
 `count` of them: all, as a rule, and one alone when a failure has to be pinned on a request.
 """
 
-import time
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,11 +28,13 @@ from dspark_trt.runtime.backends.interface import (
     Verifier,
     VerifyInputs,
 )
+from dspark_trt.runtime.drafter_feed import DrafterFeed
 from dspark_trt.runtime.drafter_window import DrafterWindow
 from dspark_trt.runtime.launched_rounds import LaunchedRounds
 from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
+from dspark_trt.runtime.round_report import RoundReport, Stages
 from dspark_trt.runtime.rows import ProcessorTable, RowTable
 from dspark_trt.runtime.scheduler import Budget
 from dspark_trt.runtime.sequence import Sequence
@@ -42,57 +42,6 @@ from dspark_trt.runtime.sequence import Sequence
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
-
-STAGES = ("draft", "schedule", "target", "verify", "commit")
-
-
-class Stages:
-    """Seconds of a round by stage, and how often the host waited for the device."""
-
-    def __init__(self, counter: CountsWaits | None) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-        self.waits = dict.fromkeys(STAGES, 0)
-        self._counter = counter
-        self._since, self._waited = time.perf_counter(), self._waits_so_far()
-
-    def end(self, stage: str) -> None:
-        now, waited = time.perf_counter(), self._waits_so_far()
-        self.seconds[stage] += now - self._since
-        self.waits[stage] += waited - self._waited
-        self._since, self._waited = now, waited
-
-    def on_device(self, draft: float, step: float) -> None:
-        """Behind a launched round: what the device took, of the time that the host spent waiting for it."""
-        spent = self.seconds["target"] + self.seconds["commit"]
-        self.seconds |= {
-            "draft": draft,
-            "target": step,
-            "commit": max(spent - draft - step, 0.0),
-        }
-
-    def _waits_so_far(self) -> int:
-        return 0 if self._counter is None else self._counter.waits
-
-
-@dataclass(frozen=True, slots=True)
-class RoundReport:
-    """What a round did, for metrics and traces. B requests, in row order."""
-
-    sequences: tuple[Sequence, ...]
-    decoding: Bools  # [B]: not prefilling
-    drafted: Bools  # [B]
-    lengths: Ints  # [B] ℓ_r
-    accepted: Ints  # [B] accepted drafts; 0 where a request is prefilling
-    committed: Ints  # [B] tokens
-    target_rows: int
-    draft: DraftOutput | None  # of the first rows; valid until the next round
-    temperature: Floats  # [B]
-    planned: PlannedRound | None
-    undrafted_reason: str  # why requests that may draft did not
-    seconds: dict[str, float] = field(default_factory=dict)
-    waits: dict[str, int] = field(
-        default_factory=dict
-    )  # by stage; 0 where steps are over when they return
 
 
 class _Draft(NamedTuple):
@@ -142,21 +91,21 @@ class Rounds:
         self.drafter, self.target = drafter, target
         self._capacity_of = target if isinstance(target, PaysCapacity) else None
         self.table = RowTable(rows=max_batch, gamma=planner.gamma, tap_size=tap_size + is_chain)
-        self._is_chain = (
-            is_chain  # context rows name the token behind them, the last is sent again
+        self.feed = DrafterFeed(
+            drafter,
+            self.table,
+            window,
+            is_chain=is_chain,
+            feeds_every_request=feeds_every_request,
         )
         self._verifier = verifier
         self._counter = drafter if isinstance(drafter, CountsWaits) else None
-        self._window = window
         self._gamma = planner.gamma
         self._vocab = vocab
         self._max_tokens_per_step = max_tokens_per_step
         self._max_context_tokens = max_context_tokens
         self._processors: ProcessorTable | None = None
         self._strict_margin = strict_margin
-        self._feeds_every_request = (
-            feeds_every_request  # also who never drafts: prefixes are shared
-        )
         self._no_draft_logits = np.zeros((max_batch, self._gamma, 0), np.float32)
         self._free_slots = list(range(max_batch))
 
@@ -168,7 +117,7 @@ class Rounds:
         self.active.append(sequence)
         sequence.slot = self._free_slots.pop()
         self.planner.joined(sequence.slot, greedy=sequence.request.params.temperature == 0)
-        self._window.joined(sequence.slot)
+        self.feed.joined(sequence.slot)
         self.table.assign(row, sequence.id, sequence.slot, sequence.request.params)
         if self._processors is None and sequence.request.uses_processors:
             rows = len(self.table.anchor_ids)
@@ -409,11 +358,7 @@ class Rounds:
                 uniforms=table.draft_uniforms[:batch],
             )
         )
-        if self._is_chain:
-            self._keep_last_rows(batch)
-        else:
-            table.draft_len[:batch] += table.new_len[:batch]  # they are cached now
-            table.new_len[:batch] = 0
+        self.feed.drafted(batch)
         return _Draft(output, drafted[:batch])
 
     def _plan(self, decoding: Bools, draft: _Draft | None) -> tuple[PlannedRound | None, Ints]:
@@ -602,18 +547,14 @@ class Rounds:
         if taps is None:
             taps = table.new_taps[row, :0]
             table.new_len[row] = accepted + 1
-        if self._is_chain:
+        if self.feed.is_chain:
             count = len(taps) if was_prefilling else max(accepted + 1, 0)
-            taps = self._with_next_tokens(sequence, verified.tokens[row], taps[:count])
+            taps = self.feed.with_next_tokens(sequence, verified.tokens[row], taps[:count])
         if was_prefilling:
             sequence.prefilled += len(taps)
             table.target_len[row] += len(taps)
-            if self._is_fed(sequence):
-                if self._is_chain:
-                    self._keep_taps(row, taps)
-                else:
-                    self._append_taps(row, taps)
-                self._rebase(row, taps)
+            if self.feed.takes(sequence):
+                self.feed.prefill(row, sequence.slot, taps)
             if sequence.is_prefilling:
                 return
         if accepted < 0 and sequence.is_doubtful:
@@ -636,77 +577,10 @@ class Rounds:
             self._processors.count(row, tokens)
         if not was_prefilling:
             table.target_len[row] += accepted + 1
-            if self._is_fed(sequence):
-                self._keep_taps(row, taps[: accepted + 1])
-                self._rebase(row, taps[: accepted + 1])
+            if self.feed.takes(sequence):
+                self.feed.commit(row, sequence.slot, taps[: accepted + 1])
         if sequence.finish_reason is None and sequence.length >= self._max_context_tokens:
             sequence.finish(FinishReason.CAPACITY)
-
-    def _is_fed(self, sequence: Sequence) -> bool:
-        """Whether the drafter gets this request's taps."""
-        return sequence.request.speculate or self._feeds_every_request
-
-    def _keep_taps(self, row: int, taps: Floats) -> None:
-        """Taps of committed rows wait for the next draft step; too many of them go through `context`."""
-        table = self.table
-        held = int(table.new_len[row])
-        if self._is_chain:
-            # The last row goes through the draft step: what it puts out starts the chain.
-            rows = np.concatenate((table.new_taps[row, :held], taps))
-            done = max(len(rows) - (self._gamma + 1), 0)
-            if done:
-                self._append_taps(row, rows[:done])
-            taps, held = rows[done:], 0
-        elif held + len(taps) > self._gamma + 1:
-            self._append_taps(row, table.new_taps[row, :held])
-            held = 0
-        table.new_taps[row, held : held + len(taps)] = taps
-        table.new_len[row] = held + len(taps)
-
-    def _with_next_tokens(
-        self, sequence: Sequence, verified: Ints, taps: Floats
-    ) -> Floats:  # [n, m*H] -> [n, m*H + 1]
-        """Taps and the token behind each: of the prompt, then of what was just verified."""
-        tokens = verified[: len(taps)]
-        if sequence.is_prefilling:
-            prompt = sequence.request.prompt_ids
-            known = prompt[sequence.prefilled + 1 : sequence.prefilled + 1 + len(taps)]
-            tokens = np.concatenate((known, verified))[: len(taps)].astype(np.int64)
-        return np.concatenate((taps, tokens[:, None].astype(np.float32)), axis=1)
-
-    def _keep_last_rows(self, batch: int) -> None:
-        """Behind a draft step: all rows but the last count as cached, so that a chain can always start."""
-        table = self.table
-        rows = np.flatnonzero(table.new_len[:batch])
-        last = table.new_len[rows] - 1
-        table.new_taps[rows, 0] = table.new_taps[rows, last]
-        table.draft_len[rows] += last
-        table.new_len[rows] = 1
-
-    def settle(self, row: int) -> None:
-        """Bring all rows but the last into the drafter's cache, before they are copied from there."""
-        held = int(self.table.new_len[row])
-        if self._is_chain and held > 1:
-            rows = self.table.new_taps[row, :held].copy()
-            self._append_taps(row, rows[:-1])
-            self.table.new_taps[row, 0], self.table.new_len[row] = rows[-1], 1
-
-    def _append_taps(self, row: int, taps: Floats) -> None:
-        self.drafter.append(row, taps, int(self.table.draft_len[row]))
-        self.table.draft_len[row] += len(taps)
-        self.table.new_len[row] = 0
-
-    def _rebase(self, row: int, new_taps: Floats) -> None:
-        """Start the drafter's context again from its latest rows where it outgrew its window."""
-        table, slot = self.table, self.active[row].slot
-        self._window.remember(slot, new_taps)
-        latest = self._window.rebased(slot, int(table.draft_len[row] + table.new_len[row]))
-        if latest is not None and self._is_chain:
-            table.draft_len[row] = table.new_len[row] = 0
-            self._keep_taps(row, latest)
-        elif latest is not None:
-            self.drafter.append(row, latest, 0)
-            table.draft_len[row], table.new_len[row] = len(latest), 0
 
 
 def _logprobs(

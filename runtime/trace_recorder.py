@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.errors import TableError
 from dspark_trt.runtime.estimator import draft_probabilities
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.traces import Traces, traces_from_arrays
 
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ import numpy as np
 
 from dspark_trt.runtime.engine import Engine, RoundObserver
 from dspark_trt.runtime.request import Request
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
-from dspark_trt.runtime.rounds import RoundReport
+from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.text import TextCodec
 from dspark_trt.runtime.trace_recorder import TraceRecorder
 from dspark_trt.runtime.traces import load_traces
