@@ -548,6 +548,7 @@ def step_at(
     model = backend.draft_model(1) if kind == "draft" else backend.target_model(1)
     if reserved:
         model.reserve(reserved)
+        model.shrink(length)  # as the engine does when a long request leaves
     if kind == "draft":
         return partial(model.draft, draft_inputs(backend.bundle, 1, 0.0, length))
     return partial(model.step, step_rows(backend.bundle, 1, 8, length))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key and value caches on the host: one row per request, grown as contexts grow."""
+"""Key and value caches on the host: one row per request, as long as contexts are."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,14 @@ from numpy.typing import NDArray
 # factor beyond what is needed, each row being copied a constant number of times over a long context.
 GROWTH = 1.25
 QUANTUM_ROWS = 64
+# How many times the room that is needed caches may have before they shrink: growing again costs copies.
+_IDLE_ROOM = 2
 
 
 class CacheBuffers:
-    """`2L` arrays `[requests, Hkv, S, D]`. Addresses change only in `reserve`, which counts `version` up."""
+    """`2L` arrays `[requests, Hkv, S, D]`. Addresses change only in `reserve` and `shrink`, which count
+    `version` up.
+    """
 
     def __init__(self, *, sizes: Iterable[tuple[int, int]], requests: int, dtype: str) -> None:
         """`sizes` gives the key-value heads and the head size of each array."""
@@ -36,12 +40,21 @@ class CacheBuffers:
         """
         if rows <= self.capacity_rows:
             return False
-        capacity = -(-int(rows * GROWTH) // QUANTUM_ROWS) * QUANTUM_ROWS
-        old = self.capacity_rows
+        capacity, old = _room(rows), self.capacity_rows
         for i, array in enumerate(self.arrays):
             grown = np.zeros((*array.shape[:2], capacity, array.shape[3]), array.dtype)
             grown[:, :, :old] = array
             self.arrays[i] = grown  # one at a time: the peak is one array above the total
+        self.version += 1
+        return True
+
+    def shrink(self, rows: int) -> bool:
+        """Give back what is far beyond `rows` a request, all that are valid; True if the arrays moved."""
+        capacity = _room(max(rows, 1))
+        if self.capacity_rows <= _IDLE_ROOM * capacity:
+            return False
+        for i, array in enumerate(self.arrays):
+            self.arrays[i] = array[:, :, :capacity].copy()
         self.version += 1
         return True
 
@@ -58,3 +71,7 @@ class CacheBuffers:
         self.reserve(saved[0].shape[1])
         for array, rows in zip(self.arrays, saved, strict=True):
             array[request, :, : rows.shape[1]] = rows
+
+
+def _room(rows: int) -> int:
+    return -(-int(rows * GROWTH) // QUANTUM_ROWS) * QUANTUM_ROWS

@@ -113,7 +113,9 @@ def profile(
     done, total = 0, len(plan.context_tokens) * (_TURNS * len(plan.requests) + 1)
     with Engine(backend, options, scheduler=Fixed(0), target=counted) as engine:
         bench = _Bench(engine, counted, plan, _clock(backend))
-        for context in plan.context_tokens:  # from short to long: caches grow and never shrink
+        for (
+            context
+        ) in plan.context_tokens:  # attention may pay for what caches hold: it follows
             paid.append(bench.open(context))
             own = [_Samples(plan, requests) for requests in plan.requests]
             for turn in range(_TURNS):

@@ -22,6 +22,7 @@ from dspark_trt.runtime.backends.interface import (
     DraftOutput,
     PaysCapacity,
     Processors,
+    Shrinks,
     TargetModel,
     TargetOutput,
     Verification,
@@ -42,6 +43,9 @@ from dspark_trt.runtime.sequence import Sequence
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
+
+
+_USUAL_ANSWER = 256  # tokens; growing again for a longer one costs copies
 
 
 class _Draft(NamedTuple):
@@ -89,6 +93,7 @@ class Rounds:
         self.active: list[Sequence] = []  # position is cache row
         self.planner = planner
         self.drafter, self.target = drafter, target
+        self._shrinking = [m for m in (drafter, target) if isinstance(m, Shrinks)]
         self._capacity_of = target if isinstance(target, PaysCapacity) else None
         self.table = RowTable(rows=max_batch, gamma=planner.gamma, tap_size=tap_size + is_chain)
         self.feed = DrafterFeed(
@@ -127,6 +132,9 @@ class Rounds:
         if self._processors is not None:
             self._processors.assign(row, sequence.request, sequence.output)
         self._draw_uniforms(row)  # for the token behind the prompt
+        if row == 0:
+            usual = len(sequence.request.prompt_ids) + _USUAL_ANSWER
+            self._shrink(min(sequence.most_tokens, usual))
         return row
 
     def leave(self, sequence: Sequence) -> None:
@@ -135,6 +143,13 @@ class Rounds:
         self.active.pop()
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
+        if self.active:
+            self._shrink(int(self.table.target_len[: len(self.active)].max()))
+
+    def _shrink(self, context_tokens: int) -> None:
+        """One long context does not make all later steps slow where attention pays for capacity."""
+        for model in self._shrinking:
+            model.shrink(context_tokens)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if slots were lost or handed out twice."""

@@ -112,6 +112,14 @@ class PaysCapacity(Protocol):
 
 
 @runtime_checkable
+class Shrinks(Protocol):
+    """A model that can give cache rows back."""
+
+    def shrink(self, context_tokens: int) -> None:
+        """No context is longer than that: give back most rows beyond it, if they are many."""
+
+
+@runtime_checkable
 class CountsWaits(Protocol):
     """A model whose steps are launched: how often so far the host waited for the device."""
 

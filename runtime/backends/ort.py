@@ -202,6 +202,9 @@ class _CachedModel:
             )
         ]
 
+    def shrink(self, context_tokens: int) -> None:
+        self._caches.shrink(context_tokens)
+
     def swap_rows(self, first: int, second: int) -> None:
         self._caches.swap(first, second)
 

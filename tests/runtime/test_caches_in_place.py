@@ -64,6 +64,23 @@ def test_capacity_follows_what_is_held() -> None:
     assert copied < 6 * 4000  # amortised: a constant number of copies a row
 
 
+def test_shrinking_keeps_valid_rows_and_leaves_little_room_alone() -> None:
+    caches = CacheBuffers(sizes=[(2, 8)] * 2, requests=3, dtype="float32")
+    caches.reserve(1000)
+    for number, array in enumerate(caches.arrays):
+        array[:, :, :100] = number + 1
+    version = caches.version
+    assert not caches.shrink(600)
+    assert caches.version == version
+    assert caches.shrink(100)
+    assert 100 < caches.capacity_rows <= GROWTH * 100 + QUANTUM_ROWS
+    assert caches.version == version + 1
+    for number, array in enumerate(caches.arrays):
+        assert (array[:, :, :100] == number + 1).all()
+        assert array.flags.c_contiguous
+    assert not caches.shrink(0) or caches.capacity_rows == QUANTUM_ROWS
+
+
 def test_growing_keeps_rows_and_swapping_moves_them() -> None:
     caches = CacheBuffers(sizes=[(2, 8)] * 2, requests=3, dtype="float32")
     caches.reserve(10)

@@ -11,6 +11,7 @@ import pytest
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import BackendError, CapacityError, QueueFullError, RequestError
 from dspark_trt.runtime.backends import open_backend
+from dspark_trt.runtime.backends.interface import PaysCapacity
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
@@ -322,6 +323,27 @@ def test_a_small_prefix_cache_forgets_the_oldest(tiny_bundle: Bundle) -> None:
         assert list(done.token_ids) == item["output_ids_ignore_eos"][:8]
         engine.check_integrity()
     assert 0 < engine.status()["prefix_cache"]["bytes"] <= 600_000
+
+
+def test_room_of_a_long_context_is_given_back_when_it_ends(tiny_bundle: Bundle) -> None:
+    """Attention of onnxruntime pays for what caches hold: others would pay for ever."""
+    engine = Engine.load(tiny_bundle, options=EngineOptions(max_batch=2))
+    target = engine._rounds.target
+    assert isinstance(target, PaysCapacity)
+    capacities: list[int] = []
+    engine.observers.append(lambda _: capacities.append(target.capacity_rows))
+    short = engine.submit(request(ITEMS[0]["prompt_ids"]))
+    engine.submit(request((ITEMS[3]["prompt_ids"] * 30)[:800], max_new_tokens=4))
+    while engine.has_work:
+        engine.step()
+    assert list(engine.take(short).token_ids) == ITEMS[0]["output_ids_ignore_eos"][:40]
+    assert max(capacities) >= 800
+    assert capacities[-1] < 300
+    engine.generate([request((ITEMS[3]["prompt_ids"] * 30)[:800], max_new_tokens=2)])
+    assert capacities[-1] >= 800
+    again = engine.generate([request(ITEMS[0]["prompt_ids"])])[0]
+    assert list(again.token_ids) == ITEMS[0]["output_ids_ignore_eos"][:40]
+    assert capacities[-1] < 300
 
 
 def test_long_contexts_rebase_the_drafters_window(
