@@ -315,18 +315,22 @@ def interval_of_mean(
 def least_seconds(
     backend: Backend, cell: Cell, tally: Tally, limits: MachineLimits
 ) -> dict[str, float]:
-    """The roofline of each part of a mean round of a cell, in seconds a round."""
+    """The roofline of each part of a mean round of a cell, in seconds a round. A draft step that is no block of
+    plain decoder layers (chains, DeepSeek) is not counted.
+    """
     bundle = backend.bundle
     assert bundle.target is not None
     rounds, batch = tally.rounds, cell.requests
     context, rows = tally.context / tally.decoding, tally.rows / rounds
     weights, caches = element_bytes(bundle)
     share = tally.drafted / tally.decoding  # of requests and rounds that draft
-    draft = draft_work(
-        bundle.draft, batch=batch, context=context, weight_bytes=weights, cache_bytes=caches
-    )
-    work = {
-        "draft": Work(share * draft.nbytes, share * draft.flops),
+    work: dict[str, Work] = {}
+    if bundle.draft.chain is None and bundle.draft.decoder.deepseek is None:
+        draft = draft_work(
+            bundle.draft, batch=batch, context=context, weight_bytes=weights, cache_bytes=caches
+        )
+        work["draft"] = Work(share * draft.nbytes, share * draft.flops)
+    work |= {
         "target": target_work(
             bundle.target, batch=batch, rows=rows, logit_rows=rows, context=context,
             weight_bytes=weights, cache_bytes=caches,
