@@ -63,7 +63,9 @@ def test_garbage_costs_at_most_five_percent(requests: int, verified: int, rounds
 def test_probes_grow_apart() -> None:
     _, history = _run(np.zeros((900, 7)), requests=1)
     gaps = np.diff(np.flatnonzero(history[:, 0]))
-    own, *probes = gaps[gaps > 1].tolist()  # the request alone gives up first, then all together do
+    own, *probes = gaps[
+        gaps > 1
+    ].tolist()  # the request alone gives up first, then all together do
     assert len(probes) >= 3
     assert own < probes[0]
     assert np.divide(probes[1:], probes[:-1]) == pytest.approx(2.0, abs=0.1)
