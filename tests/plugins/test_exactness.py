@@ -31,7 +31,7 @@ from tests.plugins.rounds import (
 )
 
 ROUNDS = 200_000
-COUPLED_ROUNDS = 60_000  # several steps each; that so many are enough, a control below shows
+COUPLED_ROUNDS = 40_000  # several steps each; that so many are enough, a control below shows
 BATCH = 20_000
 LENGTH = GAMMA + 1
 
