@@ -47,7 +47,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh_cache")
-@pytest.mark.parametrize(("mode", "capability"), zip(MODES, (80, 120), strict=True))
+@pytest.mark.parametrize(("mode", "capability"), list(zip(MODES, (80, 120), strict=True)))
 def test_kernels_compile_without_a_gpu(mode: VerifyMode, capability: int) -> None:
     check_compiled(mode, capability, "bfloat16")
 
