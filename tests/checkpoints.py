@@ -363,7 +363,9 @@ def write_gemma_target(
         shapes[f"layers.{layer}.layer_scalar"] = (1,)
     shapes["embed_tokens.weight"] = (sizes.vocab, sizes.hidden)
     stem = "model.language_model." if nested else "model."
-    weights = {stem + name: tensor for name, tensor in random_weights(shapes, seed + 1000).items()}
+    weights = {
+        stem + name: tensor for name, tensor in random_weights(shapes, seed + 1000).items()
+    }
     if nested:
         weights["model.vision_tower.patch_embedder.weight"] = torch.zeros(2, 2)
         settings = {
