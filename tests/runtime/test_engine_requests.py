@@ -215,7 +215,8 @@ def test_admission_waits_for_memory(tiny_bundle: Bundle) -> None:
 def test_deadlines_end_waiting_and_running_requests(tiny_bundle: Bundle) -> None:
     engine = Engine.load(tiny_bundle, options=EngineOptions(max_batch=1))
     late = [
-        engine.submit(request([5, 6], max_new_tokens=900, timeout_s=0.05)) for _ in range(2)
+        engine.submit(request([5, 6], max_new_tokens=900, timeout_s=seconds))
+        for seconds in (0.1, 0.02)  # the second never comes in before it is too late
     ]
     while engine.has_work:
         engine.step()
