@@ -181,7 +181,9 @@ class Bypass:
     def _judgements(self, requests: int) -> Floats:  # [4, R + 1]
         """Of each request's account and, last, of all together."""
         own = self.only_one if requests == 1 else self.one_of_many
-        return np.repeat(np.array((own, self.together)), (requests, 1), axis=0).T
+        # Outcomes of one round are not independent: requests that begin together meet the same hard place.
+        together = self.together._replace(trust_rounds=self.together.trust_rounds * requests**0.5)
+        return np.repeat(np.array((own, together)), (requests, 1), axis=0).T
 
 
 def _loses(
