@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 GROWTH = 1.25
 QUANTUM_ROWS = 64
 # How many times the room that is needed caches may have before they shrink: growing again costs copies.
-_IDLE_ROOM = 2
+_IDLE_ROOM = 1.5
 
 
 class CacheBuffers:
