@@ -92,11 +92,22 @@ def expected_tokens(offered: Candidates, ranked: Lengths) -> Floats:  # -> [avai
 def best_lengths(
     offered: Candidates, admitted: int, ranked: Lengths | None = None
 ) -> Lengths:  # -> [R]
-    """Lengths that verify the ``admitted`` best candidates; they are ranked here unless they are already."""
+    """Lengths that verify the ``admitted`` best candidates, by their ranking where it is known.
+
+    Without one it is enough to find the last admitted value: everything above it is a prefix of its row, since
+    survival never rises along a row; equal values are handed out row by row from the left.
+    """
     requests, drafted = offered.survival.shape
     if admitted <= 0:
         return np.zeros(requests, np.int64)
     if admitted == int(offered.limits.sum()):
         return offered.limits
-    order = ranking(offered) if ranked is None else ranked
-    return np.bincount(order[:admitted] // drafted, minlength=requests)
+    if ranked is not None:
+        return np.bincount(ranked[:admitted] // drafted, minlength=requests)
+    size = offered.survival.size
+    last = np.partition(offered.survival, size - admitted, axis=None)[size - admitted]
+    lengths = np.add.reduce(offered.survival > last, axis=1)
+    ties = np.add.reduce(offered.survival == last, axis=1)
+    spare = admitted - int(lengths.sum())
+    handed_out = np.minimum(np.maximum(spare - (np.cumsum(ties) - ties), 0), ties)
+    return np.asarray(lengths + handed_out, dtype=np.int64)

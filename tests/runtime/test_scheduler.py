@@ -20,7 +20,12 @@ from dspark_trt.runtime.scheduler import (
     Global,
     Threshold,
 )
-from dspark_trt.runtime.survival import survival_from_confidence
+from dspark_trt.runtime.survival import (
+    best_lengths,
+    candidates,
+    ranking,
+    survival_from_confidence,
+)
 
 # Survival given an accepted first token: sure if x_1 = A, hopeless if x_1 = B (appendix A).
 _APPENDIX_A = CostTable([1, 2, 3], [1.0, 0.5, 0.5])
@@ -294,3 +299,23 @@ def test_rounds_without_history_stop_early() -> None:
     plan = Asynchronous(table).decide(confidence)
     assert plan.lengths.tolist() == Algorithm1(table).plan(confidence).tolist() == [1]
     assert plan.reason == "throughput stops improving"
+
+
+@given(
+    confidence=arrays(
+        np.float64, array_shapes(min_dims=2, max_dims=2, max_side=6),
+        elements=st.sampled_from([0.0, 0.25, 0.5, 1.0]),  # ties everywhere
+    ),
+    data=st.data(),
+)  # fmt: skip
+def test_lengths_by_ranking_and_by_the_last_admitted_value_agree(
+    confidence: np.ndarray, data: st.DataObject
+) -> None:
+    requests, drafted = confidence.shape
+    limits = data.draw(arrays(np.int64, requests, elements=st.integers(0, drafted)))
+    offered = candidates(confidence, limits=limits)
+    admitted = data.draw(st.integers(0, offered.available))
+    found = best_lengths(offered, admitted)
+    assert found.tolist() == best_lengths(offered, admitted, ranking(offered)).tolist()
+    assert found.sum() == admitted
+    assert (found <= limits).all()
