@@ -21,7 +21,7 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from dspark_trt.errors import EngineClosedError, RequestError
-from dspark_trt.runtime.async_engine import AsyncEngine
+from dspark_trt.runtime.async_engine import AsyncEngine, RequestGroup
 from dspark_trt.runtime.backends.interface import BackendOptions
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenEvent
@@ -103,6 +103,7 @@ class EngineReplica:
         self._options = RayOptions(**options)
         self._api_keys = api_keys
         self._loaded: set[_Model] = set()
+        self._stops = False
         self._find = self._multiplexed()
         await self._model()
 
@@ -115,17 +116,23 @@ class EngineReplica:
             RequestError: an unknown model, or the engine refuses the request.
             EngineClosedError: the replica stops, and did not finish.
         """
-        done = await (await self._model()).engine.complete(request)
+        with await self._submitted(request) as group:
+            async for _ in group:
+                pass
+        done = group.completions[group.request_ids[0]]
         if done.finish_reason is FinishReason.ABORTED:  # callers abort by going away
             raise EngineClosedError("the replica stopped before the request was finished")
         return done
 
     async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
         """Tokens as they are committed. Raises like `complete`."""
-        async for event in (await self._model()).engine.stream(request):
-            if event.finish_reason is FinishReason.ABORTED:
-                raise EngineClosedError("the replica stopped before the request was finished")
-            yield event
+        with await self._submitted(request) as group:
+            async for event in group:
+                if event.finish_reason is FinishReason.ABORTED:
+                    raise EngineClosedError(
+                        "the replica stopped before the request was finished"
+                    )
+                yield event
 
     async def status(self) -> dict[str, Any]:
         """See `Engine.status`."""
@@ -157,8 +164,26 @@ class EngineReplica:
         return {"accepted_length": sum(known) / len(known)} if known else {}
 
     async def __del__(self) -> None:
+        self._stops = True
         closing = [asyncio.to_thread(model.__del__) for model in tuple(self._loaded)]
         await asyncio.gather(*closing)
+
+    async def _submitted(self, request: Request) -> RequestGroup:
+        """The request, taken by an engine."""
+        while True:
+            model = await self._model()
+            try:
+                return await model.engine.submit([request])
+            except EngineClosedError:
+                if not self._gave_way(model):
+                    raise
+
+    def _gave_way(self, model: "_Model") -> bool:
+        """Whether an engine closed because another model took its place after it was found: it can be
+        loaded again.
+        """
+        is_gone = model not in self._loaded and model.engine.failure is None
+        return is_gone and not self._stops
 
     # Models --------------------------------------------------------------------------------------
 
