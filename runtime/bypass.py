@@ -182,7 +182,9 @@ class Bypass:
         """Of each request's account and, last, of all together."""
         own = self.only_one if requests == 1 else self.one_of_many
         # Outcomes of one round are not independent: requests that begin together meet the same hard place.
-        together = self.together._replace(trust_rounds=self.together.trust_rounds * requests**0.5)
+        together = self.together._replace(
+            trust_rounds=self.together.trust_rounds * requests**0.5
+        )
         return np.repeat(np.array((own, together)), (requests, 1), axis=0).T
 
 
