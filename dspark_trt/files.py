@@ -22,16 +22,24 @@ def sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write through a temporary name, so that a reader sees the old file or the new one."""
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` for a file that takes its place at the end, or disappears: a reader sees
+    the old file or the new one.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(
-            json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    with new_file(path) as temporary:
+        temporary.write_text(
+            json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
 
 
 @contextlib.contextmanager

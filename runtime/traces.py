@@ -16,7 +16,6 @@ The file is an ``.npz``. N rounds, K = γ drafted tokens:
 | ``draft_seconds``, ``step_seconds`` | [N], optional | measured time of the round's batch |
 """
 
-import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import TableError
+from dspark_trt.files import new_file
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -74,10 +74,8 @@ class Traces:
     def save(self, path: Path) -> None:
         """Write the ``.npz``; nothing half-written stays behind."""
         arrays = {item.name: getattr(self, item.name) for item in fields(self)}
-        partial = Path(path).with_name(Path(path).name + ".partial")
-        with partial.open("wb") as file:
+        with new_file(Path(path)) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **{k: v for k, v in arrays.items() if v is not None})
-        os.replace(partial, path)
 
 
 def traces_from_arrays(

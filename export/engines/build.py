@@ -40,6 +40,7 @@ from dspark_trt.export.engines.support import (
     choose_graphs,
 )
 from dspark_trt.export.tool_versions import tool_versions
+from dspark_trt.files import new_file
 from dspark_trt.gpu import visible_gpu
 from dspark_trt.tensorrt_library import Library, load_library
 
@@ -173,34 +174,32 @@ def _build_one(
 ) -> EngineRecord:
     bundle, engines = plan.bundle, plan.engines
     file = f"{graph}.engine"
-    partial = engines.path / f".{file}.{os.getpid()}.partial"
     structure = structure_sha256(onnx.load(bundle.graph_path(graph), load_external_data=False))
     refitted = (
         None if plan.stripped is None else _stripped_record(plan.stripped, graph, structure)
     )
     gpu = visible_gpu()
-    job = Job(
-        backend=engines.backend,
-        graph=bundle.graph_path(graph).absolute(),
-        output=partial.absolute(),
-        capacity=engines.limits.capacity,
-        gamma=bundle.draft.gamma,
-        vocab_size=bundle.draft.decoder.vocab_size,
-        profiles=plan.profiles[graph],
-        archs=engines.archs,
-        device_arch=gpu.arch if gpu else None,
-        timing_cache=(
-            engines.path.absolute() / "timing.cache" if engines.backend == "tensorrt" else None
-        ),
-        stripped=engines.stripped,
-        version_compatible=engines.version_compatible,
-        refit=plan.stripped.path.absolute() / file if plan.stripped else None,
-    )
-    try:
+    with new_file(engines.path / file) as temporary:
+        job = Job(
+            backend=engines.backend,
+            graph=bundle.graph_path(graph).absolute(),
+            output=temporary.absolute(),
+            capacity=engines.limits.capacity,
+            gamma=bundle.draft.gamma,
+            vocab_size=bundle.draft.decoder.vocab_size,
+            profiles=plan.profiles[graph],
+            archs=engines.archs,
+            device_arch=gpu.arch if gpu else None,
+            timing_cache=(
+                engines.path.absolute() / "timing.cache"
+                if engines.backend == "tensorrt"
+                else None
+            ),
+            stripped=engines.stripped,
+            version_compatible=engines.version_compatible,
+            refit=plan.stripped.path.absolute() / file if plan.stripped else None,
+        )
         built = run_job(job, graph, on_progress)
-        partial.replace(engines.path / file)
-    finally:
-        partial.unlink(missing_ok=True)
     if refitted is not None:
         return replace(refitted, graph_sha256=bundle.files[f"{graph}.onnx"].sha256, **built)
     for side in ("inputs", "outputs"):

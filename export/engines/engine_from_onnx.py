@@ -19,6 +19,7 @@ from dspark_trt.export.engines.engine_graph import for_tensorrt, for_tensorrt_rt
 from dspark_trt.export.engines.libraries import polygraphy_loaders
 from dspark_trt.export.engines.progress import PhaseTree
 from dspark_trt.export.engines.support import FUSED_HEAD_DIMS
+from dspark_trt.files import new_file
 from dspark_trt.tensorrt_library import load_library
 
 _REPORT_EVERY_S = 0.1
@@ -283,9 +284,8 @@ def _write_plan(
 def _save_timing_cache(job: Job, config: Any) -> None:
     """Kernel timings speed up the next build; TensorRT-RTX times nothing while it builds."""
     if job.timing_cache is not None:
-        temporary = job.timing_cache.with_suffix(".partial")
-        temporary.write_bytes(config.get_timing_cache().serialize())
-        temporary.replace(job.timing_cache)
+        with new_file(job.timing_cache) as temporary:
+            temporary.write_bytes(config.get_timing_cache().serialize())
 
 
 def _cost(started: float) -> dict[str, Any]:

@@ -5,9 +5,10 @@ The library itself refuses a file of another version, GPU or driver, and a damag
 """
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
+
+from dspark_trt.files import new_file
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +37,11 @@ class KernelCache:
         kernels = self._cache.serialize()
         if kernels is None or kernels.nbytes == self._saved_bytes:
             return
-        partial = self._file.with_name(f".{self._file.name}.{os.getpid()}.partial")
         try:
-            partial.write_bytes(kernels)
-            partial.replace(self._file)
+            with new_file(self._file) as temporary:
+                temporary.write_bytes(kernels)
         except OSError as error:
             self._is_writable = False
-            partial.unlink(missing_ok=True)
             _log.warning("compiled kernels are not kept: %s: %s", self._file, error.strerror)
             return
         self._saved_bytes = kernels.nbytes
