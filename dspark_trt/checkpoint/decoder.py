@@ -59,7 +59,7 @@ def decoder_from_fields(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing",
             "head_dim",
         )
-    try:
+    with fields.consistent():
         return DecoderConfig(
             hidden_size=hidden,
             intermediate_size=fields.required_integer("intermediate_size"),
@@ -68,9 +68,7 @@ def decoder_from_fields(
             num_kv_heads=kv_heads.value if kv_heads else heads,
             head_dim=head_dim.value if head_dim else hidden // heads,
             vocab_size=fields.required_integer("vocab_size"),
-            rms_norm_eps=float(
-                fields.require("rms_norm_eps", fields.number("rms_norm_eps")).value
-            ),
+            rms_norm_eps=fields.required_number("rms_norm_eps"),
             rope=rope_from_fields(fields),
             max_positions=max_positions,
             qk_norm=qk_norm,
@@ -79,8 +77,6 @@ def decoder_from_fields(
             windows=read_windows(fields, layers, max_positions, notes),
             experts=read_experts(fields, layers) if has_experts else None,
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def decoder_shapes(decoder: DecoderConfig) -> dict[str, Shape]:

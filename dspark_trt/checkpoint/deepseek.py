@@ -13,6 +13,7 @@ from pathlib import Path
 from dspark_trt.checkpoint.accounting import account_for
 from dspark_trt.checkpoint.block import read_block
 from dspark_trt.checkpoint.dialects import DEEPSEEK_V4
+from dspark_trt.checkpoint.experts import MAX_EXPERTS
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.quantised import pair_scales
 from dspark_trt.checkpoint.records import (
@@ -33,8 +34,6 @@ from dspark_trt.config import (
     RopeConfig,
     WindowRule,
 )
-
-_MAX_EXPERTS = 100_000  # a corrupt count must not make the list of expected tensors endless
 
 _STAGE = re.compile(r"mtp\.(\d+)\.(.+)")
 _SHARED = {"embed.weight": EMBEDDING, "head.weight": LM_HEAD}
@@ -218,16 +217,16 @@ def _refuse_relatives(fields: Fields, keys: Iterable[str]) -> None:
 def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
     fields.require_neutral(_NEUTRAL)
     experts = fields.required_integer("n_routed_experts")
-    if experts * stages > _MAX_EXPERTS:
+    if experts * stages > MAX_EXPERTS:
         raise fields.error(
-            f"n_routed_experts is {experts}, beyond {_MAX_EXPERTS} in all stages",
+            f"n_routed_experts is {experts}, beyond {MAX_EXPERTS} in all stages",
             "n_routed_experts",
         )
     window = fields.required_integer("sliding_window")
     notes.decide("sliding_window", window, "sliding_window; every stage")
     inner = fields.required_integer("moe_intermediate_size")
     limit = fields.number("swiglu_limit")
-    try:
+    with fields.consistent():
         return DecoderConfig(
             hidden_size=fields.required_integer("hidden_size"),
             intermediate_size=inner,
@@ -236,7 +235,7 @@ def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
             num_kv_heads=1,
             head_dim=fields.required_integer("head_dim"),
             vocab_size=fields.required_integer("vocab_size"),
-            rms_norm_eps=_number(fields, "rms_norm_eps"),
+            rms_norm_eps=fields.required_number("rms_norm_eps"),
             rope=_rope(fields, stages, notes),
             max_positions=fields.required_integer("max_position_embeddings"),
             qk_norm=True,
@@ -256,17 +255,11 @@ def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
                 output_rank=fields.required_integer("o_lora_rank"),
                 streams=fields.required_integer("hc_mult"),
                 sinkhorn_steps=fields.required_integer("hc_sinkhorn_iters"),
-                stream_eps=_number(fields, "hc_eps"),
-                routed_scale=_number(fields, "routed_scaling_factor"),
+                stream_eps=fields.required_number("hc_eps"),
+                routed_scale=fields.required_number("routed_scaling_factor"),
                 swiglu_limit=None if limit is None or limit.value == 0 else float(limit.value),
             ),
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
-
-
-def _number(fields: Fields, key: str) -> float:
-    return float(fields.require(key, fields.number(key)).value)
 
 
 def _rope(fields: Fields, stages: int, notes: Notes) -> RopeConfig:
@@ -279,7 +272,7 @@ def _rope(fields: Fields, stages: int, notes: Notes) -> RopeConfig:
             "are not supported",
             "compress_ratios",
         )
-    theta = _number(fields, "rope_theta")
+    theta = fields.required_number("rope_theta")
     notes.decide(
         "rope", {"theta": theta}, "rope_theta; rope_scaling is for layers that compress"
     )
@@ -299,7 +292,7 @@ def _config(
         "the format knows no other; it reads hidden states before the final norm",
     )
     notes.decide("window_rule", WindowRule.ANCHOR.value, "the format trains one window a block")
-    try:
+    with fields.consistent():
         return DraftConfig(
             decoder=decoder,
             block_slots=block.slots,
@@ -314,8 +307,6 @@ def _config(
             confidence_bias=False,
             window_rule=WindowRule.ANCHOR,
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def _borrowed(tensors: Mapping[str, TensorRef], notes: Notes) -> frozenset[str]:

@@ -125,7 +125,7 @@ def _read_config(
     head_type, markov_rank = read_head(fields, tensors, notes)
     confidence = read_confidence(fields, dialect, tensors, decoder, markov_rank, notes)
     target_hidden = fields.integer("target_hidden_size")
-    try:
+    with fields.consistent():
         return DraftConfig(
             decoder=decoder,
             block_slots=block.slots,
@@ -140,8 +140,6 @@ def _read_config(
             draft_vocab_size=draft_vocab_size,
             window_rule=read_window_rule(fields, dialect, decoder.windows, notes),
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def _borrowed(tensors: Mapping[str, TensorRef], notes: Notes) -> frozenset[str]:

@@ -151,7 +151,7 @@ def _config(
     )
     gamma = _gamma(fields, overrides, notes)
     target_hidden = fields.integer("target_hidden_size")
-    try:
+    with fields.consistent():
         return DraftConfig(
             decoder=decoder,
             block_slots=gamma,
@@ -168,8 +168,6 @@ def _config(
             draft_vocab_size=draft_vocab_size,
             chain=ChainConfig(normed_residual=is_normed),
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def _gamma(fields: Fields, overrides: DraftOverrides, notes: Notes) -> int:

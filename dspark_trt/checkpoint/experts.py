@@ -5,7 +5,7 @@ from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.tensors import Shape
 from dspark_trt.config import DecoderConfig, ExpertsConfig
 
-_MAX_EXPERTS = 100_000  # a corrupt count must not make the list of expected tensors endless
+MAX_EXPERTS = 100_000  # a corrupt count must not make the list of expected tensors endless
 
 
 def read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -17,9 +17,9 @@ def read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
     count = fields.integer("num_experts") or fields.integer("num_local_experts")
     if count is None or count.value == 0:
         return None
-    if count.value * num_layers > _MAX_EXPERTS:
+    if count.value * num_layers > MAX_EXPERTS:
         raise fields.error(
-            f"{count.where} is {count.value}, beyond {_MAX_EXPERTS} in all layers",
+            f"{count.where} is {count.value}, beyond {MAX_EXPERTS} in all layers",
             "num_experts",
         )
     dense, step = fields.integers("mlp_only_layers"), fields.integer("decoder_sparse_step")
@@ -28,21 +28,29 @@ def read_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
         raise fields.error(
             f"decoder_sparse_step is {every}, expected at least 1", "decoder_sparse_step"
         )
+    layers = tuple(
+        layer
+        for layer in range(num_layers)
+        if (layer + 1) % every == 0 and layer not in (dense.value if dense else ())
+    )
+    return experts_in(fields, layers, count=count.value)
+
+
+def experts_in(fields: Fields, layers: tuple[int, ...], *, count: int) -> ExpertsConfig:
+    """So many experts in these layers, their sizes in the spelling that model families share.
+
+    Raises:
+        CheckpointError: a setting is missing, or the settings contradict each other.
+    """
     normalised = fields.flag("norm_topk_prob")
-    try:
+    with fields.consistent():
         return ExpertsConfig(
-            count=count.value,
+            count=count,
             per_token=fields.required_integer("num_experts_per_tok"),
             intermediate_size=fields.required_integer("moe_intermediate_size"),
             normalised=bool(normalised and normalised.value),
-            layers=tuple(
-                layer
-                for layer in range(num_layers)
-                if (layer + 1) % every == 0 and layer not in (dense.value if dense else ())
-            ),
+            layers=layers,
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def expert_shapes(decoder: DecoderConfig, experts: ExpertsConfig) -> dict[str, Shape]:

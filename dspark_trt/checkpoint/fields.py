@@ -7,7 +7,8 @@ that disagree are an error, so no precedence is needed. ``null`` counts as absen
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -141,6 +142,17 @@ class Fields:
                 f"{setting.where} is {setting.value}, expected at most {most}", key
             )
         return setting.value
+
+    def required_number(self, key: str) -> float:
+        return float(self.require(key, self.number(key)).value)
+
+    @contextmanager
+    def consistent(self) -> Iterator[None]:
+        """Settings that contradict each other, as descriptions say by ValueError, are an error about this file."""
+        try:
+            yield
+        except ValueError as error:
+            raise self.error(str(error), "KEY") from error
 
     def require(self, key: str, setting: Setting[T] | None) -> Setting[T]:
         if setting is None:

@@ -110,7 +110,7 @@ def _decoder(
         },
         "the tensors have layer_scalar and norms on both sides of attention and MLP",
     )
-    try:
+    with fields.consistent():
         return DecoderConfig(
             hidden_size=fields.required_integer("hidden_size"),
             intermediate_size=fields.required_integer("intermediate_size"),
@@ -119,9 +119,7 @@ def _decoder(
             num_kv_heads=fields.required_integer(heads),
             head_dim=fields.required_integer("global_head_dim"),
             vocab_size=fields.required_integer("vocab_size"),
-            rms_norm_eps=float(
-                fields.require("rms_norm_eps", fields.number("rms_norm_eps")).value
-            ),
+            rms_norm_eps=fields.required_number("rms_norm_eps"),
             rope=_rope(fields, _FULL),
             max_positions=fields.required_integer("max_position_embeddings"),
             qk_norm=True,
@@ -133,8 +131,6 @@ def _decoder(
                 sliding=sliding,
             ),
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def gemma_layer_shapes(decoder: DecoderConfig) -> dict[str, Shape]:

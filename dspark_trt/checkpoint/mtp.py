@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dspark_trt.checkpoint.accounting import account_for
+from dspark_trt.checkpoint.experts import MAX_EXPERTS, experts_in
 from dspark_trt.checkpoint.fields import Fields
 from dspark_trt.checkpoint.quantised import pair_scales
 from dspark_trt.checkpoint.records import (
@@ -37,7 +38,6 @@ from dspark_trt.config import (
 
 FORMAT = "mtp"
 
-_MAX_EXPERTS = 100_000  # a corrupt count must not make the list of expected tensors endless
 
 _SIGN = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 _PLACES = {  # canonical name -> where it may lie, beside the layer's own copy
@@ -208,7 +208,7 @@ def _config(fields: Fields, depth: int, overrides: DraftOverrides, notes: Notes)
         raise fields.error(
             "groups of one expert are not supported: they go by their best two", "n_group"
         )
-    try:
+    with fields.consistent():
         return DraftConfig(
             decoder=_decoder(fields, mtp, experts, notes),
             block_slots=1,
@@ -222,8 +222,6 @@ def _config(fields: Fields, depth: int, overrides: DraftOverrides, notes: Notes)
             confidence=ConfidenceInput.NONE,
             chain=ChainConfig(mtp=mtp),
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def _decoder(
@@ -239,7 +237,7 @@ def _decoder(
         num_kv_heads=1,
         head_dim=mtp.latent_rank + mtp.rotary_size,
         vocab_size=fields.required_integer("vocab_size"),
-        rms_norm_eps=_number(fields, "rms_norm_eps"),
+        rms_norm_eps=fields.required_number("rms_norm_eps"),
         rope=rope,
         max_positions=fields.required_integer("max_position_embeddings"),
         qk_norm=False,
@@ -255,21 +253,11 @@ def _experts(fields: Fields, depth: int, notes: Notes) -> ExpertsConfig | None:
         reason = "n_routed_experts is absent" if count is None else "first_k_dense_replace"
         notes.decide("experts", None, reason)
         return None
-    if not 1 <= count.value <= _MAX_EXPERTS:
+    if not 1 <= count.value <= MAX_EXPERTS:
         raise fields.error(
-            f"{count.where} is {count.value}, expected 1 to {_MAX_EXPERTS}", count.where
+            f"{count.where} is {count.value}, expected 1 to {MAX_EXPERTS}", count.where
         )
-    normalised = fields.flag("norm_topk_prob")
-    try:
-        return ExpertsConfig(
-            count=count.value,
-            per_token=fields.required_integer("num_experts_per_tok"),
-            intermediate_size=fields.required_integer("moe_intermediate_size"),
-            normalised=bool(normalised and normalised.value),
-            layers=(0,),
-        )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
+    return experts_in(fields, (0,), count=count.value)
 
 
 def _mtp(fields: Fields, notes: Notes) -> MtpConfig:
@@ -279,7 +267,7 @@ def _mtp(fields: Fields, notes: Notes) -> MtpConfig:
     inner, shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts")
     groups, taken = fields.integer("n_group"), fields.integer("topk_group")
     scale = fields.number("routed_scaling_factor")
-    try:
+    with fields.consistent():
         return MtpConfig(
             query_rank=None if rank is None else rank.value,
             latent_rank=fields.required_integer("kv_lora_rank"),
@@ -292,8 +280,6 @@ def _mtp(fields: Fields, notes: Notes) -> MtpConfig:
             groups_taken=taken.value if taken else 1,
             routed_scale=float(scale.value) if scale else 1.0,
         )
-    except ValueError as error:
-        raise fields.error(str(error), "KEY") from error
 
 
 def _attention_scale(fields: Fields, size: int, notes: Notes) -> float:
@@ -308,7 +294,3 @@ def _attention_scale(fields: Fields, size: int, notes: Notes) -> float:
     reason = "" if stretch == 1 else f", YaRN's {stretch:.4f} squared"
     notes.decide("attention_scale", round(scale, 6), f"1/sqrt({size}){reason}")
     return scale
-
-
-def _number(fields: Fields, key: str) -> float:
-    return float(fields.require(key, fields.number(key)).value)
