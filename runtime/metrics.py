@@ -156,9 +156,12 @@ class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no type
             "Predicted minus observed conditional acceptance of recent rounds",
             labels=["position"],
         )
-        for k, missed in enumerate(self._gap().tolist()):
-            position.add_metric([str(k + 1), "reached"], int(self.reached[k]))
-            position.add_metric([str(k + 1), "accepted"], int(self.accepted[k]))
+        counts = zip(self.reached.tolist(), self.accepted.tolist(), strict=True)
+        for k, (missed, (reached, accepted)) in enumerate(
+            zip(self._gap().tolist(), counts, strict=True)
+        ):
+            position.add_metric([str(k + 1), "reached"], reached)
+            position.add_metric([str(k + 1), "accepted"], accepted)
             if missed == missed:  # NaN: nothing was seen there
                 gap.add_metric([str(k + 1)], missed)
         yield position

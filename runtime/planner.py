@@ -222,17 +222,16 @@ class Planner:
     def planned(
         self,
         requests: DraftedRequests,
-        budget: Budget,
         lengths: Ints,  # [R]
         scores: NDArray[np.floating] | None,  # [R, K] raw confidence logits
     ) -> PlannedRound:
-        """The round that shared a ``budget`` out by itself; later rounds know its confidences."""
+        """The round that shared its budget out by itself; later rounds know its confidences."""
         if self._asynchronous is None or scores is None:
             return PlannedRound(lengths, FIXED, None, scores)
         confidence = self._confidence(scores, requests.slots)
         self._history = self._history.push(requests.ids, confidence)
-        plan = self._asynchronous.decide(confidence, budget=budget, limits=requests.limits)
-        return PlannedRound(lengths, plan.reason, confidence, None)
+        plan = self._asynchronous.shared_out(lengths, requests.limits)
+        return PlannedRound(plan.lengths, plan.reason, confidence, None)
 
     def _confidence(self, logits: NDArray[np.floating], slots: Ints) -> Floats:  # [D, K]
         """Calibrated and corrected, σ(x) = (1 + tanh(x / 2)) / 2, with few passes over few numbers."""
@@ -289,7 +288,10 @@ class Planner:
         self._unlearned.append(_Round(planned, drafted, lengths, accepted, context_tokens))
         self._watched += 1
         is_probe = self._some_stopped and (drafted & self._stopped).any()
-        if is_probe or not self._is_known or len(self._unlearned) >= patience(self._watched):
+        # Without a bypass only drift learns from fixed lengths, and it is read by people.
+        is_patient = self._fixed is not None and self._bypass is None
+        together = _MOST_TOGETHER if is_patient else patience(self._watched)
+        if is_probe or not self._is_known or len(self._unlearned) >= together:
             self._learn()
 
     def _learn(self) -> None:

@@ -265,7 +265,7 @@ class Rounds:
             taps=None,
             target_rows=count + int(seen.lengths.sum()),
             draft=launched.drafted(count),
-            planned=self.planner.planned(requests, budget, seen.lengths, scores),
+            planned=self.planner.planned(requests, seen.lengths, scores),
         )
         return self._finish(done, stages)
 

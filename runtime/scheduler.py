@@ -220,9 +220,12 @@ class _CostAware(Scheduler):
         return self._filled(best, most, requests=1) if enough else most
 
     def _plan_of_one(self, admitted: int, most: int, trimmed: str) -> Plan:
-        assert self.table is not None
-        reason = trimmed if admitted < most else self.table.flaw or EVERY_DRAFT
-        return Plan(np.array([admitted]), reason)
+        return Plan(np.array([admitted]), self._reason(admitted, most, trimmed))
+
+    def _reason(self, admitted: int, available: int, trimmed: str) -> str:
+        if self.table is None:
+            return NO_TABLE
+        return trimmed if admitted < available else self.table.flaw or EVERY_DRAFT
 
     def _best(self, offered: Candidates, context_tokens: float | None) -> Budget:
         """The n, and where the longest block costs all the longest, with most tokens a second.
@@ -256,12 +259,7 @@ class _CostAware(Scheduler):
     ) -> Plan:
         within = offered if budget.longest is None else offered.up_to(budget.longest)
         admitted = min(max(budget.drafts, 0), within.available)
-        if self.table is None:
-            reason = NO_TABLE
-        elif admitted < offered.available:
-            reason = trimmed
-        else:
-            reason = self.table.flaw or EVERY_DRAFT
+        reason = self._reason(admitted, offered.available, trimmed)
         return Plan(best_lengths(within, admitted, ranked), reason)
 
 
@@ -420,6 +418,13 @@ class Asynchronous(_CostAware):
         return self.decide(
             confidence, stale=stale, budget=budget, limits=limits, context_tokens=context_tokens
         ).lengths
+
+    def shared_out(self, lengths: Lengths, limits: Lengths) -> Plan:  # [R] each
+        """The plan of a budget that was shared out elsewhere, on the device that drafts."""
+        available = int(limits.sum())
+        if self.max_tokens_per_step is not None:
+            available = min(available, self.max_tokens_per_step - limits.size)
+        return Plan(lengths, self._reason(int(lengths.sum()), available, FROM_THE_PAST))
 
 
 class ConfidenceHistory(NamedTuple):
