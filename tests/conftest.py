@@ -4,6 +4,7 @@
 import importlib.util
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,13 @@ DRAFTERS = {
 CHAINS = {"eagle3": DATA / "drafters" / "eagle3"}
 
 ExportBundle = Callable[..., Bundle]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_take_ctrl_c() -> None:
+    """A run in a shell's background has Ctrl-C ignored, and so would have the programs that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
