@@ -4,11 +4,12 @@
     dspark-trt profile BUNDLE && dspark-trt calibrate BUNDLE
     python benchmarks/adaptive.py BUNDLE [--random-drafter] [--temperature 1]
 
-So many requests decode side by side from the first round to the last; prompts are read before. All arms
-take turns on the same models, in another order every time; an arm's figure is the median over turns of its
-speed relative to the turn's mean. The best fixed length is chosen on every other turn and judged on the
-rest, and the other way round: chosen and judged on the same turns, the luckiest of eight would win. With one
-thread on a CPU its own time is taken, so that other processes do not count. The last line is JSON.
+So many requests decode side by side from the first round to the last; prompts are read before, without
+drafting whatever the arm: one that drafts meanwhile would be timed on later, easier text. All arms take turns
+on the same models, in another order every time; an arm's figure is the median over turns of its speed relative
+to the turn's mean. The best fixed length is chosen on every other turn and judged on the rest, and the other
+way round: chosen and judged on the same turns, the luckiest of eight would win. With one thread on a CPU its
+own time is taken, so that other processes do not count. The last line is JSON.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.machine import machine_name
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.round_report import RoundReport
+from dspark_trt.runtime.scheduler import Fixed
 from dspark_trt.runtime.scheduling import bundled_costs
 
 ROOT = Path(__file__).parents[1]
@@ -177,14 +179,17 @@ def speed(
     """Tokens a second of all requests together, from when all decode until they have ``new_tokens`` on average."""
     reports: list[RoundReport] = []
     engine.observers.append(reports.append)
+    scheduler = engine.planner.scheduler
     tokens, seconds = 0, 0.0
     for batch in batches:
+        engine.planner.scheduler = Fixed(0)
         ids = [engine.submit(each) for each in batch]
         reports.clear()
         while not reports or not (
             len(reports[-1].decoding) == len(ids) and reports[-1].decoding.all()
         ):
             engine.step()
+        engine.planner.scheduler = scheduler
         wanted = tokens + new_tokens * len(ids)
         while tokens < wanted:
             started = clock()

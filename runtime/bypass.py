@@ -11,8 +11,14 @@ There are accounts of all requests together, one for each power of two of runnin
 drafting costs depends on the load. Where one says that drafting does not pay, all stop, and probe
 together: a draft step for one costs nearly what it costs for all. That is decided with care, for it holds
 for requests to come as well; and so is a stop of one request among others, which saves little and makes the
-draft step dearer for them. The only request that runs is judged quickly and probed soon again: it may be
-over before anything is certain. Decisions use earlier rounds only.
+draft step dearer for them.
+
+The only request that runs is judged by itself, quickly, and probed soon again: it may be over before
+anything is certain. What those before it gained is where its own account starts, and the probes of all of them
+together may lose a small share of the rounds: one chat that a drafter does not know must not stop it for the
+code that comes next, and a useless drafter must not be tried anew by every request.
+
+Decisions use earlier rounds only.
 
 Legend: R requests of a round, n rounds, S slots, L levels of load.
 """
@@ -48,18 +54,20 @@ class Judgement(NamedTuple):
 
     A useless drafter costs about ``trust · trust_rounds`` plain rounds until it is stopped, and then at
     most ``probe_share`` of the rounds: a failed probe is followed by a wait that earns its loss back at
-    that rate, and by twice that after the next one if nothing at all was accepted.
+    that rate. If nothing at all was accepted, the next wait is 2^``growth`` times as long.
     """
 
     certainty: float  # standard errors
     trust_rounds: float  # how many rounds the credit of an unknown drafter weighs
     probe_share: float
+    growth: float = 1.0
     trust: float = 0.5  # gain a round that it is credited with
 
 
 TOGETHER = Judgement(certainty=0.5, trust_rounds=6.0, probe_share=0.02)
 ONE_OF_MANY = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
-ONLY_ONE = Judgement(certainty=0.25, trust_rounds=4.0, probe_share=0.1)
+ONE_BY_ONE = TOGETHER._replace(growth=0.0)
+ONLY_ONE = Judgement(certainty=0.5, trust_rounds=4.0, probe_share=0.3)
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,10 @@ class Bypass:
 
     together: Judgement = TOGETHER
     one_of_many: Judgement = ONE_OF_MANY
+    one_by_one: Judgement = ONE_BY_ONE  # all requests, where each runs alone
     only_one: Judgement = ONLY_ONE
+    # Correlation of gains in one round: requests that begin together meet the same hard place.
+    alike: float = 0.5
     longest_wait: float = 512.0
     memory: float = 0.99  # weight a drafted round keeps after the request's next one
     shared_memory: float = 0.998  # the same, in the accounts of all requests
@@ -89,15 +100,19 @@ class Bypass:
     def drafting(self, state: BypassState, slots: ArrayLike) -> NDArray[np.bool_]:  # [R]
         """Whether each slot's request drafts: it may still pay, or a probe is due."""
         rows = np.asarray(slots, dtype=np.int64)
-        shared = _shared_column(state, rows.size)
-        if state.stopped[_nearest_known(state, shared)]:
-            return np.full(rows.size, bool(state.wait[shared] <= 0))
-        return np.asarray((state.stopped[rows] == 0) | (state.wait[rows] <= 0))
+        if rows.size == 1 and state.rounds[rows[0]]:
+            stopped = state.stopped[rows] > 0
+        else:
+            all_stopped = state.stopped[_nearest_known(state, _shared_column(state, rows.size))]
+            stopped = (state.stopped[rows] > 0) | (all_stopped > 0)
+        return np.asarray(~stopped | (_to_probe(state, rows) <= 0))
 
     def rest(self, state: BypassState, slots: ArrayLike) -> int:
         """For how many rounds from now nobody in ``slots`` drafts, if they stay alone; 0: somebody may."""
-        shared = _shared_column(state, np.asarray(slots).size)
-        return int(np.ceil(state.wait[shared])) if state.stopped[shared] else 0
+        rows = np.asarray(slots, dtype=np.int64)
+        if not rows.size or self.drafting(state, rows).any():
+            return 0
+        return int(np.ceil(_to_probe(state, rows).min()))
 
     def knows(self, state: BypassState, requests: int) -> bool:
         """Whether drafting pays at this load, and has for some rounds: one more tells little."""
@@ -142,6 +157,7 @@ class Bypass:
         mean_cost, mean_kept = seen[3:] / np.maximum(seen[0], 1.0)
         # A level counts every drafted request, and waits by rounds in which anyone drafted.
         drafted_rounds = seen[0].copy()
+        seen[:3, -1] /= 1.0 + self.alike * (rows.size - 1)
         drafted_rounds[-1] = np.count_nonzero(np.logical_or.reduce(took_part, axis=1))
         shared = _shared_column(state, rows.size)
         columns = np.array(state)
@@ -149,17 +165,22 @@ class Bypass:
         places = np.empty(rows.size + 1, np.int64)
         places[:-1], places[-1] = rows, shared
         forget = self.memory**drafted_rounds
-        forget[-1] = self.shared_memory ** (seen[0, -1] / max(rows.size, 1))
+        forget[-1] = self.shared_memory ** (of_all[0] / max(rows.size, 1))
         known = forget * columns[:3, places] + seen[:3]
         wait, backoff = columns[3:5, places]
-        certainty, credit, share, trust = self._judgements(rows.size)
-        stopped = _loses(known, certainty, credit, trust)
+        certainty, credit, share, growth, trust = self._judgements(rows.size)
+        best = _plausible_gain(known, certainty, credit, trust)
+        if rows.size == 1:
+            prior = np.minimum(trust, best[-1])
+            best[0] = _plausible_gain(known, certainty, credit, prior)[0]
+        stopped = best <= 0
         share_lost = np.maximum(1.0 - mean_kept / np.maximum(mean_cost, 1e-9), 0.0)
         failed = stopped * (drafted_rounds > 0) * share_lost
-        pause = np.minimum((mean_cost - mean_kept) / share * 2.0**backoff, self.longest_wait)
+        lost = (mean_cost - mean_kept) / share
+        pause = np.minimum(lost * 2.0 ** (growth * backoff), self.longest_wait)
         waited = np.maximum(wait - (len(took_part) - drafted_rounds), 0.0)
         columns[:3, places] = known
-        columns[3, places] = np.where(failed > 0, pause, waited)
+        columns[3, places] = waited + np.where(failed > 0, pause, 0.0)
         columns[4, places] = np.minimum(stopped * (backoff + failed), _LONGEST_BACKOFF)
         columns[5, places] = stopped
         return _state(columns)
@@ -178,23 +199,21 @@ class Bypass:
             known = np.array([1.0, mean, variance + mean * mean])
             columns[:3, column] = self.inherited_rounds * known
 
-    def _judgements(self, requests: int) -> Floats:  # [4, R + 1]
+    def _judgements(self, requests: int) -> Floats:  # [5, R + 1]
         """Of each request's account and, last, of all together."""
-        own = self.only_one if requests == 1 else self.one_of_many
-        # Outcomes of one round are not independent: requests that begin together meet the same hard place.
-        together = self.together._replace(
-            trust_rounds=self.together.trust_rounds * requests**0.5
-        )
-        return np.repeat(np.array((own, together)), (requests, 1), axis=0).T
+        own, of_all = self.one_of_many, self.together
+        if requests == 1:
+            own, of_all = self.only_one, self.one_by_one
+        return np.repeat(np.array((own, of_all)), (requests, 1), axis=0).T
 
 
-def _loses(
+def _plausible_gain(
     known: Floats,  # [3, R + 1] rounds, gain and squares
     certainty: Floats,  # [R + 1], as those behind it
     credit: Floats,
     trust: Floats,
-) -> NDArray[np.bool_]:  # [R + 1]
-    """Whether the mean gain, credit included, is not positive.
+) -> Floats:  # [R + 1]
+    """The most that the mean gain may be, credit included.
 
     A few rounds say little about how much they vary: what all together say has the credit's weight.
     """
@@ -204,7 +223,16 @@ def _loses(
     weight = credit + rounds
     variance = (rounds * variance + credit * variance[-1]) / weight
     mean = (credit * trust + gain) / weight
-    return np.asarray(mean + certainty * np.sqrt(variance / weight) <= 0)
+    return np.asarray(mean + certainty * np.sqrt(variance / weight))
+
+
+def _to_probe(state: BypassState, rows: NDArray[np.int64]) -> Floats:  # [R]
+    """Rounds until each request may probe: with all where all have stopped, alone when both accounts allow it."""
+    shared = _shared_column(state, rows.size)
+    if rows.size == 1:
+        return np.asarray(np.maximum(state.wait[rows], state.wait[shared]))
+    stopped = state.stopped[_nearest_known(state, shared)] > 0
+    return np.where(stopped, state.wait[shared], state.wait[rows])
 
 
 def _state(columns: Floats) -> BypassState:  # [6, S + L]

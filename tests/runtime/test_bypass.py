@@ -60,15 +60,14 @@ def test_garbage_costs_at_most_five_percent(requests: int, verified: int, rounds
     assert history.any()
 
 
-def test_probes_grow_apart() -> None:
-    _, history = _run(np.zeros((900, 7)), requests=1)
-    gaps = np.diff(np.flatnonzero(history[:, 0]))
-    own, *probes = gaps[
-        gaps > 1
-    ].tolist()  # the request alone gives up first, then all together do
-    assert len(probes) >= 3
-    assert own < probes[0]
-    assert np.divide(probes[1:], probes[:-1]) == pytest.approx(2.0, abs=0.1)
+@pytest.mark.parametrize("requests", [1, 8])
+def test_probes_grow_apart(requests: int) -> None:
+    _, history = _run(np.zeros((900, 7)), requests=requests)
+    gaps = np.diff(np.flatnonzero(history.any(axis=1)))
+    waits = gaps[gaps > 1]
+    assert len(waits) >= 2
+    assert waits[-1] == pytest.approx(2 * waits[-2], rel=0.1)
+    assert (waits[1:] >= waits[:-1]).all()
 
 
 @pytest.mark.parametrize(
@@ -121,6 +120,46 @@ def test_where_drafting_does_not_pay_others_a_new_request_does_not_start() -> No
     for _ in range(200):
         state, _ = _played(policy, state, [0], [5])
     assert policy.drafting(policy.joined(state, [1]), [1])[0]
+
+
+def test_requests_it_does_not_pay_for_do_not_stop_those_behind_them() -> None:
+    """Requests one by one, of 60 plain rounds each; a draft step and its verification cost one."""
+    rng = np.random.default_rng(0)
+    policy = Bypass()
+    state, speed = policy.start(1), np.zeros(30)
+    for request in range(speed.size):
+        state, tokens, spent = policy.joined(state, [0]), 0, 0.0
+        kept = 1.8 if request >= 10 else 0.4
+        while tokens < 60:
+            drafted = policy.drafting(state, [0])[0]
+            accepted = int(rng.poisson(kept))
+            state, _ = _played(policy, state, [0], [accepted])
+            tokens += 1 + accepted * int(drafted)
+            spent += 1.0 + drafted
+        speed[request] = tokens / spent
+    assert speed[:10].mean() > 0.93
+    assert speed[10:13].mean() > 1.1
+    assert speed[13:].mean() > 1.25  # of 1.4
+
+
+def test_short_requests_of_a_useless_drafter_do_not_try_it_each_anew() -> None:
+    policy = Bypass()
+    state, drafted = policy.start(1), np.zeros((50, 10), bool)
+    for request in drafted:
+        state = policy.joined(state, [0])
+        for t in range(request.size):
+            state, request[t : t + 1] = _played(policy, state, [0], [0], spent=1.5)
+    assert 1.5 * drafted[5:].mean() < 0.05
+
+
+def test_one_hard_round_of_many_does_not_stop_all() -> None:
+    policy, slots = Bypass(expected=((0.1, 2.0),)), np.arange(32)
+    state = policy.joined(policy.start(32), slots)
+    state, _ = _played(policy, state, slots.tolist(), [2] * 32, spent=3.0)
+    assert policy.drafting(state, slots).all()
+    for _ in range(6):
+        state, _ = _played(policy, state, slots.tolist(), [2] * 32, spent=3.0)
+    assert not policy.drafting(state, slots).any()
 
 
 def test_one_request_among_many_is_stopped_alone() -> None:
