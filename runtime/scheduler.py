@@ -294,9 +294,34 @@ class Algorithm1(_CostAware):
             return self._plan(offered, Budget(offered.available), "")
         seconds = self._seconds(offered, context_tokens, smooth=True)
         ranked = ranking(offered)
-        admitted = self._first_descent(expected_tokens(offered, ranked) / seconds)
+        tokens = expected_tokens(offered, ranked)
+        admitted = self._first_descent(tokens / seconds)
+        if self.table.pays_longest and 0 < admitted < offered.available:
+            admitted = self._within_blocks(offered, ranked, tokens, admitted, context_tokens)
         filled = self._filled(admitted, offered.available, requests=len(values))
         return self._plan(offered, Budget(filled), STOPPED, ranked)
+
+    def _within_blocks(
+        self,
+        offered: Candidates,
+        ranked: Lengths,
+        tokens: Floats,
+        admitted: int,
+        context_tokens: float | None,
+    ) -> int:
+        """Goes on while the next candidate makes no block longer than the longest, and its row alone pays.
+
+        Lines between even lengths charge it for blocks that all grow; the longest is paid for by now.
+        """
+        assert self.table is not None
+        place = ranked[: offered.available] % offered.survival.shape[1]
+        longest = int(place[:admitted].max()) + 1
+        longer = place[admitted:] >= longest
+        last = admitted + (int(longer.argmax()) if longer.any() else longer.size)
+        seconds = self._seconds(offered, context_tokens, longest=longest)
+        throughput = (tokens / seconds)[admitted : last + 1]
+        falls = throughput[1:] < throughput[:-1]
+        return admitted + (int(falls.argmax()) if falls.any() else falls.size)
 
     def _first_descent(self, throughput: Floats) -> int:
         best_before = np.maximum.accumulate(throughput)[:-1]

@@ -12,7 +12,7 @@ from dspark_trt.errors import TableError
 from dspark_trt.runtime.break_even import plain_rounds_spent, recommended_length
 from dspark_trt.runtime.cost_table_formats import load_cost_table, sglang_flat
 from dspark_trt.runtime.round_costs import RoundCosts
-from dspark_trt.runtime.scheduler import Asynchronous, Global
+from dspark_trt.runtime.scheduler import Algorithm1, Asynchronous, Global
 from dspark_trt.runtime.survival import survival_from_confidence
 
 _STEPS = [[[1.0, 2.0, 3.0], [4.0, 8.0, 10.0]]]
@@ -94,6 +94,86 @@ def test_the_search_finds_the_best_plan_where_the_longest_block_costs_all(seed: 
     best = max(throughput(plan) for plan in plans)
     chosen = Global(costs, min_gain=0.0, verification="coupled").plan(confidence)
     assert throughput(tuple(chosen)) == pytest.approx(best, rel=1e-12)
+
+
+def _random_grid(rng: np.random.Generator, requests: int, drafted: int) -> RoundCosts:
+    steps = 1.0 + np.cumsum(rng.uniform(0.0, 0.6, drafted + 1))
+    rows = [[rng.uniform(0.0, 0.5) / requests]]
+    return RoundCosts(
+        [requests],
+        range(drafted + 1),
+        [[steps]],
+        [[0.2]],
+        context_tokens=[64],
+        row_seconds=rows,
+    )
+
+
+def _early_stop(confidence: np.ndarray, costs: RoundCosts) -> list[int]:
+    """One candidate at a time: first by even lengths, then while blocks grow no longer and rows pay."""
+    survival = survival_from_confidence(confidence)
+    requests = len(survival)
+    order = sorted(np.ndindex(survival.shape), key=lambda c: (-survival[c], c))
+    lengths = [0] * requests
+
+    def throughput(tokens: float, longest: int | None) -> float:
+        size = requests + sum(lengths)
+        return tokens / float(
+            costs.seconds(size, size, requests=requests, drafting=requests, longest=longest)[0]
+        )
+
+    tokens, longest = float(requests), None
+    best = throughput(tokens, None)
+    for r, k in order:
+        lengths[r] += 1
+        tokens += float(survival[r, k])
+        now = throughput(tokens, longest)
+        if longest is None and now < best:
+            longest = max(length - (row == r) for row, length in enumerate(lengths))
+            lengths[r] -= 1
+            best = throughput(tokens - float(survival[r, k]), longest)
+            lengths[r] += 1
+            now = throughput(tokens, longest)
+        if longest is not None and (k >= longest or now < best):
+            lengths[r] -= 1
+            return lengths
+        best = now if longest is not None else max(best, now)
+    return lengths
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_early_stop_goes_on_in_blocks_that_are_paid_for(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    confidence = rng.random((3, 4)) ** rng.uniform(0.1, 1.0)
+    costs = _random_grid(rng, *confidence.shape)
+    chosen = Algorithm1(costs, min_gain=0.0).plan(confidence)
+    assert chosen.tolist() == _early_stop(confidence, costs)
+
+
+def test_rows_beside_a_long_block_cost_less_than_even_lengths_say() -> None:
+    even = RoundCosts(
+        [2], [0, 1, 2], [[[1.0, 1.5, 2.0]]], [[0.1]], context_tokens=[64], row_seconds=[[0.25]]
+    )
+    padded = RoundCosts(
+        [2], [0, 1, 2], [[[1.0, 1.5, 2.0]]], [[0.1]], context_tokens=[64], row_seconds=[[0.01]]
+    )
+    confidence = [[0.99, 0.99], [0.2, 0.2]]
+    assert Algorithm1(even).plan(confidence).tolist() == [2, 0]
+    assert Algorithm1(padded).plan(confidence).tolist() == [2, 2]
+
+
+def test_early_stop_never_asks_what_a_draft_itself_decides() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(500):
+        confidence = rng.random((3, 4)) ** rng.uniform(0.1, 1.0)
+        costs = _random_grid(rng, *confidence.shape)
+        row, position = (int(rng.integers(size)) for size in confidence.shape)
+        changed = confidence.copy()
+        changed[row, position + 1 :] = rng.random(confidence.shape[1] - position - 1)
+        before, after = (
+            Algorithm1(costs).plan(c)[row] > position for c in (confidence, changed)
+        )
+        assert before == after  # c_1..c_k decide about x_k; later ones depend on x_k
 
 
 def test_the_budget_caps_blocks_with_confidences_of_earlier_rounds() -> None:
