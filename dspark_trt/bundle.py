@@ -55,13 +55,26 @@ class Bundle:
     target_source: Source | None
     files: Mapping[str, FileRecord]
     tool_versions: Mapping[str, str]
-    weights: str | None = None  # "int8" or "int4": the matrices, where they have fewer bits
+    weights: str | None = (
+        None  # "int8" or "int4": the target's matrices, where they have fewer bits
+    )
+    draft_weights: str | None = None  # the drafter's
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.weights not in (None, *WEIGHT_BITS):
-            raise ValueError(f"weights {self.weights!r} is not one of {', '.join(WEIGHT_BITS)}")
+        for weights in (self.weights, self.draft_weights):
+            if weights not in (None, *WEIGHT_BITS):
+                raise ValueError(f"weights {weights!r} is not one of {', '.join(WEIGHT_BITS)}")
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """How numbers are stored, for reports."""
+        return {
+            "dtype": self.dtype,
+            "weights": self.weights or self.dtype,
+            "draft_weights": self.draft_weights or self.dtype,
+        }
 
     @property
     def max_context_tokens(self) -> int:
@@ -115,8 +128,7 @@ def write_manifest(bundle: Bundle) -> None:
         bundle.path / MANIFEST,
         {
             "format_version": FORMAT_VERSION,
-            "dtype": bundle.dtype,
-            "weights": bundle.weights or bundle.dtype,
+            **bundle.precision,
             "gamma": bundle.draft.gamma,
             "max_context_tokens": bundle.max_context_tokens,
             "draft": {"source": source(bundle.draft_source), "config": bundle.draft.to_json()},
@@ -197,7 +209,10 @@ def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
     return Bundle(
         path=path,
         dtype=data["dtype"],
-        weights=None if (weights := data.get("weights")) in (None, data["dtype"]) else weights,
+        weights=_fewer_bits(data, "weights"),
+        draft_weights=_fewer_bits(
+            data, "draft_weights" if "draft_weights" in data else "weights"
+        ),
         draft=draft,
         draft_source=Source(**data["draft"]["source"]),
         target=TargetConfig.from_json(target["config"]) if target else None,
@@ -208,6 +223,11 @@ def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         },
         tool_versions=data["tool_versions"],
     )
+
+
+def _fewer_bits(data: Mapping[str, Any], key: str) -> str | None:
+    weights: str | None = data.get(key)
+    return None if weights == data["dtype"] else weights
 
 
 def _check_files(bundle: Bundle, hash_of: Callable[[Path], str] | None) -> None:

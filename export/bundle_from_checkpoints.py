@@ -69,13 +69,15 @@ def export_bundle(
     *,
     dtype: str = "float32",
     weights: str | None = None,
+    draft_weights: str | None = None,
     fused_verify: bool = False,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> Bundle:
     """Export all graphs of a drafter, and of its target unless the host owns it.
 
-    `weights` "int8" or "int4" stores the matrices in so many bits (`block_weights`), for onnxruntime.
+    `weights` "int8" or "int4" stores the matrices in so many bits (`block_weights`), for onnxruntime;
+    `draft_weights`, or `dtype`, says it of the drafter alone: the target's answers stay what they are.
     `fused_verify` adds `target_verify.onnx`: the target's step with verification behind its logits, for
     engines that return tokens and counts instead of `[R, V]` logits.
 
@@ -85,7 +87,8 @@ def export_bundle(
     """
     if dtype not in DTYPES:
         raise ExportError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    _check_weights(weights, dtype)
+    target_weights = _fewer_bits("--weights", weights, dtype)
+    draft_weights = _fewer_bits("--draft-weights", draft_weights or weights, dtype)
     _check_output(output, overwrite)
     if target is not None:
         check_pair(draft, target)
@@ -96,15 +99,16 @@ def export_bundle(
     _check_disk(output, plan.sources)
     try:
         with new_directory(output, replace=overwrite) as folder:
-            _write_graphs(
-                plan, draft.config, WEIGHT_BITS.get(weights or ""), folder, on_progress
-            )
+            bits = (WEIGHT_BITS.get(draft_weights or ""), WEIGHT_BITS.get(target_weights or ""))
+            _write_graphs(plan, draft.config, bits, folder, on_progress)
             _write_verifiers(draft, folder)
             if target is not None and fused_verify:
                 _write_fused_target(draft.config.gamma, folder)
             _copy_tokenizer(target, folder)
             on_progress(Progress("hash", "sha256", 0, 1))
-            write_manifest(_describe(draft, target, dtype, weights, folder))
+            write_manifest(
+                _describe(draft, target, dtype, target_weights, draft_weights, folder)
+            )
     except OSError as error:
         raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
     return load_bundle(output, verify_hashes=False)
@@ -137,16 +141,16 @@ def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -
 def _write_graphs(
     plan: _Plan,
     config: DraftConfig,
-    bits: int | None,
+    bits: tuple[int | None, int | None],  # of the drafter's matrices and of the target's
     folder: Path,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    traced = []
+    traced, bits_of = [], [bits[graph.name == "target"] for graph in plan.graphs]
     for done, graph in enumerate(plan.graphs):
         on_progress(Progress("trace", graph.name, done, len(plan.graphs)))
         traced.append(onnx_from_module(graph))
-        if bits is not None:
-            quantise_products(traced[-1], bits)
+        if (fewer := bits_of[done]) is not None:
+            quantise_products(traced[-1], fewer)
     total = sum(source.nbytes for source in _distinct(plan.sources))
     written = 0
 
@@ -156,9 +160,11 @@ def _write_graphs(
         on_progress(Progress("write", WEIGHTS, min(written, total), total))
 
     with (folder / WEIGHTS).open("wb") as stream:
-        weights = WeightFile(stream, WEIGHTS, on_bytes, bits)
-        for graph, model, sources in zip(plan.graphs, traced, plan.sources, strict=True):
-            weights.attach(model, sources)
+        weights = WeightFile(stream, WEIGHTS, on_bytes)
+        for graph, model, sources, fewer in zip(
+            plan.graphs, traced, plan.sources, bits_of, strict=True
+        ):
+            weights.attach(model, sources, fewer)
             if graph.name == "draft":
                 greedy = greedy_draft(model, sampling_inputs(config), GREEDY_DRAFT)
                 _save(greedy, folder / f"{GREEDY_DRAFT}.onnx")
@@ -203,16 +209,19 @@ def _distinct(sources: tuple[dict[str, ParameterSource], ...]) -> set[ParameterS
     return {source for per_graph in sources for source in per_graph.values()}
 
 
-def _check_weights(weights: str | None, dtype: str) -> None:
-    if weights is None:
-        return
+def _fewer_bits(flag: str, weights: str | None, dtype: str) -> str | None:
+    if weights in (None, dtype):
+        return None
     if weights not in WEIGHT_BITS:
-        raise ExportError(f"weights {weights!r} is not one of {', '.join(WEIGHT_BITS)}")
+        raise ExportError(
+            f"{flag} {weights!r} is not one of {', '.join(WEIGHT_BITS)}, or {dtype} for all bits"
+        )
     if dtype != "float32":
         raise ExportError(
-            f"--weights {weights} goes with --dtype float32: the kernels for it are onnxruntime's on a CPU, "
+            f"{flag} {weights} goes with --dtype float32: the kernels for it are onnxruntime's on a CPU, "
             f"TensorRT has none. Export for a GPU with --dtype {dtype} alone."
         )
+    return weights
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -251,12 +260,14 @@ def _describe(
     target: TargetCheckpoint | None,
     dtype: str,
     weights: str | None,
+    draft_weights: str | None,
     folder: Path,
 ) -> Bundle:
     return Bundle(
         path=folder,
         dtype=dtype,
         weights=weights,
+        draft_weights=draft_weights,
         draft=draft.config,
         draft_source=_source(draft, draft.format),
         target=None if target is None else target.config,

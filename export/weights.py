@@ -39,14 +39,17 @@ class WeightFile:
         stream: BinaryIO,
         location: str,
         on_bytes: Callable[[int], None],
-        bits: int | None = None,  # of quantised matrices
     ) -> None:
-        self._bits = bits
         self._stream, self._location, self._on_bytes = stream, location, on_bytes
         self._by_source: dict[tuple[object, ...], ir.TensorProtocol] = {}
         self._by_content: dict[str, tuple[int, int]] = {}
 
-    def attach(self, model: ir.Model, sources: Mapping[str, ParameterSource]) -> None:
+    def attach(
+        self,
+        model: ir.Model,
+        sources: Mapping[str, ParameterSource],
+        bits: int | None = None,  # of quantised matrices
+    ) -> None:
         """Give every parameter of `model` its stored tensor.
 
         Raises:
@@ -56,23 +59,26 @@ class WeightFile:
             form, stem = _form(name)
             source = sources.get(stem)
             if source is not None:
-                value.const_value = self._stored(name, source, form)
+                value.const_value = self._stored(name, source, form, bits)
                 value.type = ir.TensorType(value.const_value.dtype)
 
-    def _stored(self, name: str, source: ParameterSource, form: str) -> ir.TensorProtocol:
-        if (source, form) not in self._by_source:
+    def _stored(
+        self, name: str, source: ParameterSource, form: str, bits: int | None
+    ) -> ir.TensorProtocol:
+        if form not in (PACKED_SUFFIX, SCALES_SUFFIX):
+            bits = None
+        if (source, form, bits) not in self._by_source:
             tensor = source.load(transposed=form == TRANSPOSED_SUFFIX)
             _check_finite(name, tensor)
-            if form in (PACKED_SUFFIX, SCALES_SUFFIX):
-                assert self._bits is not None
-                packed, scales = pack(tensor.numpy(), self._bits)
+            if bits is not None:
+                packed, scales = pack(tensor.numpy(), bits)
                 forms = {PACKED_SUFFIX: packed, SCALES_SUFFIX: scales}
                 written = {f: torch.from_numpy(values) for f, values in forms.items()}
             else:
                 written = {form: tensor}
             for each, values in written.items():
-                self._by_source[source, each] = self._write(name, values)
-        return self._by_source[source, form]
+                self._by_source[source, each, bits] = self._write(name, values)
+        return self._by_source[source, form, bits]
 
     def _write(self, name: str, tensor: torch.Tensor) -> ir.TensorProtocol:
         shape, dtype = ir.Shape(tensor.shape), _IR_DTYPES[tensor.dtype]

@@ -322,12 +322,17 @@ def least_seconds(
     assert bundle.target is not None
     rounds, batch = tally.rounds, cell.requests
     context, rows = tally.context / tally.decoding, tally.rows / rounds
-    weights, caches = element_bytes(bundle)
+    draft_weights, caches = element_bytes(bundle, bundle.draft_weights)
+    weights, _ = element_bytes(bundle, bundle.weights)
     share = tally.drafted / tally.decoding  # of requests and rounds that draft
     work: dict[str, Work] = {}
     if bundle.draft.chain is None and bundle.draft.decoder.deepseek is None:
         draft = draft_work(
-            bundle.draft, batch=batch, context=context, weight_bytes=weights, cache_bytes=caches
+            bundle.draft,
+            batch=batch,
+            context=context,
+            weight_bytes=draft_weights,
+            cache_bytes=caches,
         )
         work["draft"] = Work(share * draft.nbytes, share * draft.flops)
     work |= {
@@ -345,10 +350,10 @@ def least_seconds(
     return {part: own.seconds(limits) for part, own in work.items()}
 
 
-def element_bytes(bundle: Bundle) -> tuple[float, float]:
-    """Bytes of one element of a matrix and of a cache, as a bundle stores them."""
+def element_bytes(bundle: Bundle, weights: str | None) -> tuple[float, float]:
+    """Bytes of one element of a matrix and of a cache, as a bundle with such weights stores them."""
     caches = 4.0 if bundle.dtype == "float32" else 2.0
-    if bundle.weights is None:
+    if weights is None:
         return caches, caches
-    bits = WEIGHT_BITS[bundle.weights]
+    bits = WEIGHT_BITS[weights]
     return bits / 8 + 4 / block_size(bundle.draft.decoder.hidden_size, bits), caches

@@ -55,8 +55,7 @@ def bench_report(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "bundle": {
             "fingerprint": bundle.fingerprint(),
-            "precision": bundle.dtype,
-            "weights": bundle.weights or bundle.dtype,
+            **bundle.precision,
             "drafter": bundle.draft_source.name,
             "target": bundle.target_source and bundle.target_source.name,
             "gamma": bundle.draft.gamma,
@@ -184,7 +183,7 @@ def markdown(report: Report) -> str:
         f"# Bench of {bundle['drafter']} with {bundle['target']}",
         "",
         f"{report['date']}, {report['machine']}, {report['backend']}, threads {report['threads']}, "
-        f"{report['clock']}; {bundle['precision']}, weights {bundle['weights']}, γ = {bundle['gamma']}, bundle {bundle['fingerprint']}; "
+        f"{report['clock']}; {bundle['dtype']}, weights {bundle['weights']}, drafter's {bundle['draft_weights']}, γ = {bundle['gamma']}, bundle {bundle['fingerprint']}; "
         f"prompts {report['prompts']['sha256']}, sampling {_sampling(report)}; "
         f"{report['turns']} turns, medians.",
         "",

@@ -23,6 +23,7 @@ from dspark_trt.cli.reading import (
 )
 
 if TYPE_CHECKING:
+    from dspark_trt.bundle import Bundle
     from dspark_trt.checkpoint import DraftCheckpoint, TargetCheckpoint
     from dspark_trt.export.bundle_from_checkpoints import Progress
 
@@ -51,6 +52,14 @@ def command(
         str | None,
         typer.Option(
             help="int8 or int4: matrices of fewer bits, for float32 on a CPU.",
+            show_default=False,
+        ),
+    ] = None,
+    draft_weights: Annotated[
+        str | None,
+        typer.Option(
+            help="The same for the drafter alone: faster drafts, and answers stay those of the target. "
+            "Without it as --weights says.",
             show_default=False,
         ),
     ] = None,
@@ -113,6 +122,7 @@ def command(
             output,
             dtype=dtype,
             weights=weights,
+            draft_weights=draft_weights,
             fused_verify=fused_verify,
             overwrite=overwrite,
             on_progress=show,
@@ -125,8 +135,7 @@ def command(
                 "bundle": str(bundle.path),
                 "graphs": list(bundle.graph_names),
                 "gamma": bundle.draft.gamma,
-                "dtype": bundle.dtype,
-                "weights": bundle.weights or bundle.dtype,
+                **bundle.precision,
                 "bytes": size,
                 "seconds": round(seconds, 3),
                 "warnings": warnings,
@@ -135,9 +144,16 @@ def command(
         return
     console.print(
         f"{bundle.path}: {len(bundle.graph_names)} graphs, {size / 1e6:.1f} MB, γ = {bundle.draft.gamma}, "
-        f"{bundle.dtype}{f' with {bundle.weights} weights' if bundle.weights else ''}, {seconds:.1f} s",
+        f"{_precision(bundle)}, {seconds:.1f} s",
         highlight=False,
     )
+
+
+def _precision(bundle: "Bundle") -> str:
+    if bundle.draft_weights == bundle.weights:
+        return f"{bundle.dtype}{f' with {bundle.weights} weights' if bundle.weights else ''}"
+    drafter, target = (bundle.precision[name] for name in ("draft_weights", "weights"))
+    return f"{bundle.dtype} with {target} weights, the drafter's {drafter}"
 
 
 def _show_warnings(draft: "DraftCheckpoint", target: "TargetCheckpoint | None") -> list[str]:

@@ -124,8 +124,7 @@ def _bundle_report(bundle: Bundle) -> Report:
     facts = {
         "draft": source(bundle.draft_source),
         "target": source(bundle.target_source),
-        "dtype": bundle.dtype,
-        "weights": bundle.weights or bundle.dtype,
+        **bundle.precision,
         "gamma": bundle.draft.gamma,
         "head": bundle.draft.head_type.value,
         "confidence": bundle.draft.confidence.value,

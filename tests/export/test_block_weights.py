@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`export --weights`: matrices of few bits, what onnxruntime makes of them, and what they are refused for."""
 
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from filelock import FileLock
 from onnx import TensorProto, helper, numpy_helper
 
 from dspark_trt.block_weights import block_size, pack, packed_shapes, unpack
-from dspark_trt.bundle import Bundle, load_bundle
+from dspark_trt.bundle import MANIFEST, Bundle, load_bundle
 from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.config import WEIGHT_BITS
 from dspark_trt.errors import ExportError
@@ -27,17 +29,32 @@ PRODUCTS = {"draft": 2 * 5 + 1 + 4, "target": 4 * 4 + 1, "context": 2, "sequenti
 
 
 @pytest.fixture(scope="module")
-def quantised(shared_folder: Path) -> Bundle:
-    """A toy drafter (two layers, γ = 4) and its target (four layers, biases) with int8 matrices."""
+def exported(shared_folder: Path) -> dict[str, Bundle]:
+    """A toy drafter (two layers, γ = 4) and its target (four layers, biases), with int8 matrices here and there."""
     folder = shared_folder / "toy-int8"
+    kinds = ("none", "both", "draft")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             target = read_target(
-                write_target(folder / "target", attention_bias=True, family="llama")
+                write_target(
+                    folder / "checkpoint" / "target", attention_bias=True, family="llama"
+                )
             )
-            draft = read_draft(write_draft(folder / "draft"))
-            export_bundle(draft, target, folder / "bundle", weights="int8")
-    return load_bundle(folder / "bundle", verify_hashes=False)
+            draft = read_draft(write_draft(folder / "checkpoint" / "draft"))
+            for kind in kinds:
+                export_bundle(
+                    draft,
+                    target,
+                    folder / kind,
+                    weights="int8" if kind == "both" else None,
+                    draft_weights="int8" if kind == "draft" else None,
+                )
+    return {kind: load_bundle(folder / kind, verify_hashes=False) for kind in kinds}
+
+
+@pytest.fixture(scope="module")
+def quantised(exported: dict[str, Bundle]) -> Bundle:
+    return exported["both"]
 
 
 @pytest.mark.parametrize("bits", WEIGHT_BITS.values())
@@ -90,9 +107,44 @@ def test_products_are_quantised_and_stored_once(quantised: Bundle) -> None:
     assert max(places.values()) > 1  # the context graph's products are the draft step's
 
 
-def test_graphs_agree_with_the_matrices_that_the_bits_stand_for(quantised: Bundle) -> None:
-    failed = [result for result in check_parity(quantised) if not result.passed]
+@pytest.mark.parametrize("kind", ["both", "draft"])
+def test_graphs_agree_with_the_matrices_that_the_bits_stand_for(
+    exported: dict[str, Bundle], kind: str
+) -> None:
+    failed = [result for result in check_parity(exported[kind]) if not result.passed]
     assert not failed
+
+
+def test_a_drafter_of_few_bits_leaves_the_target_as_it_is(exported: dict[str, Bundle]) -> None:
+    mixed, plain = exported["draft"], exported["none"]
+    assert mixed.precision == {
+        "dtype": "float32",
+        "weights": "float32",
+        "draft_weights": "int8",
+    }
+    assert mixed.files["target.onnx"].sha256 != plain.files["target.onnx"].sha256  # offsets
+    for graph, count in (PRODUCTS | {"target": 0}).items():
+        model = onnx.load(mixed.graph_path(graph), load_external_data=False)
+        assert sum(node.op_type == "MatMulNBits" for node in model.graph.node) == count, graph
+    prompts = [tuple(range(3, 3 + n)) for n in (9, 14, 20)]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    texts = []
+    for bundle in (mixed, plain):
+        with Engine.load(bundle, options=EngineOptions(max_batch=3)) as engine:
+            done = engine.generate([Request(prompt_ids=p, params=params) for p in prompts])
+            texts.append([c.token_ids for c in done])
+    assert texts[0] == texts[1]
+
+
+def test_manifests_from_before_drafters_had_their_own_weights_mean_both(
+    quantised: Bundle, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(quantised.path, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["draft_weights"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert load_bundle(folder).draft_weights == "int8"
 
 
 def test_a_row_s_result_does_not_depend_on_its_company(quantised: Bundle) -> None:
@@ -114,6 +166,8 @@ def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
         ExportError, match=r"--weights int4 goes with --dtype float32.*TensorRT"
     ):
         export_bundle(draft, None, tmp_path / "bundle", weights="int4", dtype="float16")
+    with pytest.raises(ExportError, match=r"--draft-weights int8 goes with --dtype float32"):
+        export_bundle(draft, None, tmp_path / "b", draft_weights="int8", dtype="bfloat16")
     with pytest.raises(ExportError, match=r"weights 'int3' is not one of int8, int4"):
         export_bundle(draft, None, tmp_path / "bundle", weights="int3")
     assert not (tmp_path / "bundle").exists()
