@@ -6,12 +6,13 @@ Legend used throughout the package: B requests, T flattened rows, K = γ drafted
 H hidden size, m tapped layers, r Markov rank, S cache capacity (rows).
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
 MOST_CHAIN_TOKENS = 1 << 24  # integers that float32 holds exactly
-
+MOST_DRAFTS = 256  # a corrupt block size must not make graphs endless
 
 FINAL_NORM = -2  # among tapped layers: the output of the target's final norm
 
@@ -89,8 +90,8 @@ class RopeConfig:
     truncate: bool = True  # round the correction range outward to whole dimensions
 
     def __post_init__(self) -> None:
-        if not self.theta > 0:
-            raise ValueError(f"rope theta must be positive, got {self.theta}")
+        if not self.theta > 1:
+            raise ValueError(f"rope theta must be above 1, got {self.theta}")
         if not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"rotary fraction must lie in (0, 1], got {self.rotary_fraction}")
         factors = {
@@ -103,8 +104,15 @@ class RopeConfig:
                 raise ValueError(f"{name} factor must be at least 1, got {factor}")
         if len(asked := [name for name, factor in factors.items() if factor > 1]) > 1:
             raise ValueError(f"RoPE is scaled twice: {' and '.join(asked)}")
-        if asked in (["YaRN"], ["Llama 3"]) and not self.original_positions:
-            raise ValueError(f"{asked[0]} needs original_max_position_embeddings")
+        if asked in (["YaRN"], ["Llama 3"]) and (self.original_positions or 0) < 1:
+            raise ValueError(
+                f"{asked[0]} needs original_max_position_embeddings of at least 1, "
+                f"got {self.original_positions}"
+            )
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"beta_slow {self.beta_slow} must be above 0 and not above beta_fast {self.beta_fast}"
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} must be above 0 and below high_freq_factor "
@@ -226,12 +234,18 @@ class DecoderConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        sliding = None if self.gemma is None else self.gemma.sliding
+        for kind in (self,) if sliding is None else (self, sliding):
+            if self.num_heads % kind.num_kv_heads:
+                raise ValueError(
+                    f"num_heads {self.num_heads} must be a multiple of num_kv_heads {kind.num_kv_heads}"
+                )
+            if kind.head_dim % 2:
+                raise ValueError(
+                    f"head_dim must be even for rotary embedding, got {kind.head_dim}"
+                )
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps must lie in [0, 1), got {self.rms_norm_eps}")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
         for window in self.windows:
@@ -309,6 +323,10 @@ class MtpConfig:
             raise ValueError(f"rotary size must be even and positive, got {self.rotary_size}")
         if not 1 <= self.groups_taken <= self.groups:
             raise ValueError(f"{self.groups_taken} of {self.groups} groups is impossible")
+        if not 0 < self.attention_scale < math.inf:
+            raise ValueError(
+                f"attention scale must be positive and finite, got {self.attention_scale}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +367,10 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.gamma < 1:
             raise ValueError(f"block of {self.block_slots} slots proposes no token")
+        if self.gamma > MOST_DRAFTS:
+            raise ValueError(
+                f"{self.gamma} drafts a round are more than the {MOST_DRAFTS} that graphs are made for"
+            )
         if (self.head_type is HeadType.NONE) != (self.markov_rank == 0):
             raise ValueError(
                 f"head {self.head_type} contradicts markov_rank {self.markov_rank}"

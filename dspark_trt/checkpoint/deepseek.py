@@ -60,6 +60,8 @@ _PARTS = (  # of a stage, as they are named in the file and by the modules
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
 )
+_MAX_SINKHORN = 100  # unrolled in the graph; released drafters take 20
+
 _NEUTRAL = {  # setting -> the one value that the modules compute
     "hidden_act": "silu",
     "attention_bias": False,
@@ -254,7 +256,7 @@ def _decoder(fields: Fields, stages: int, notes: Notes) -> DecoderConfig:
                 output_groups=fields.required_integer("o_groups"),
                 output_rank=fields.required_integer("o_lora_rank"),
                 streams=fields.required_integer("hc_mult"),
-                sinkhorn_steps=fields.required_integer("hc_sinkhorn_iters"),
+                sinkhorn_steps=fields.required_integer("hc_sinkhorn_iters", most=_MAX_SINKHORN),
                 stream_eps=fields.required_number("hc_eps"),
                 routed_scale=fields.required_number("routed_scaling_factor"),
                 swiglu_limit=None if limit is None or limit.value == 0 else float(limit.value),

@@ -6,7 +6,7 @@ Formats nest the same keys in ``dflash_config``, ``dspark_config``, ``text_confi
 that disagree are an error, so no precedence is needed. ``null`` counts as absent.
 """
 
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,10 @@ T = TypeVar("T")
 DRAFT_PLACES = (
     "dflash_config", "dspark_config", "eagle_config", "text_config", "transformer_layer_config",
 )  # fmt: skip
+
+_MOST_SIZE = (
+    2**31 - 1
+)  # beyond it a size is no dimension of a tensor, and no float can stand for some
 
 # Flags of their own; every other setting has --set.
 _FLAGS = {
@@ -132,12 +136,12 @@ class Fields:
     def mapping(self, key: str) -> Setting[dict[str, Any]] | None:
         return self._typed(key, lambda value: isinstance(value, dict), "an object")
 
-    def required_integer(self, key: str, *, most: int | None = None) -> int:
+    def required_integer(self, key: str, *, most: int = _MOST_SIZE) -> int:
         """A size: at least 1."""
         setting = self.require(key, self.integer(key))
         if setting.value < 1:
             raise self.error(f"{setting.where} is {setting.value}, expected at least 1", key)
-        if most is not None and setting.value > most:
+        if setting.value > most:
             raise self.error(
                 f"{setting.where} is {setting.value}, expected at most {most}", key
             )
@@ -220,5 +224,7 @@ def _is_int(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max  # not so of NaN, and integers have no end
     )

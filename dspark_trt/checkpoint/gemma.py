@@ -75,11 +75,12 @@ def gemma_target_decoder(fields: Fields, notes: Notes) -> DecoderConfig:
     if _SLIDING in types.value:
         size = fields.required_integer("sliding_window")
         windows = tuple(size if kind == _SLIDING else None for kind in types.value)
-        sliding = SlidingSizes(
-            num_kv_heads=fields.required_integer("num_key_value_heads"),
-            head_dim=fields.required_integer("head_dim"),
-            rope=_rope(fields, _SLIDING),
-        )
+        with fields.consistent():
+            sliding = SlidingSizes(
+                num_kv_heads=fields.required_integer("num_key_value_heads"),
+                head_dim=fields.required_integer("head_dim"),
+                rope=_rope(fields, _SLIDING),
+            )
         notes.decide(
             "sliding_window", size, f"{types.where}: {types.value.count(_SLIDING)} layers"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dspark_trt.checkpoint.accounting import account_for
 from dspark_trt.checkpoint.experts import MAX_EXPERTS, experts_in
-from dspark_trt.checkpoint.fields import Fields
+from dspark_trt.checkpoint.fields import Fields, is_number
 from dspark_trt.checkpoint.quantised import pair_scales
 from dspark_trt.checkpoint.records import (
     EMBEDDING,
@@ -288,9 +288,9 @@ def _attention_scale(fields: Fields, size: int, notes: Notes) -> float:
     settings = scaling.value if scaling else {}
     factor, mscale = settings.get("factor"), settings.get("mscale_all_dim")
     stretch = 1.0
-    if isinstance(factor, int | float) and isinstance(mscale, int | float) and factor > 1:
+    if is_number(factor) and is_number(mscale) and factor > 1:
         stretch = 0.1 * mscale * math.log(factor) + 1
-    scale = stretch**2 / math.sqrt(size)
+    scale = stretch * stretch / math.sqrt(size)
     reason = "" if stretch == 1 else f", YaRN's {stretch:.4f} squared"
     notes.decide("attention_scale", round(scale, 6), f"1/sqrt({size}){reason}")
     return scale

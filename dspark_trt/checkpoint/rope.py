@@ -36,8 +36,12 @@ def rope_from_fields(fields: Fields) -> RopeConfig:
     """
     where, scaling = _scaling(fields)
     theta = _theta(fields, where, scaling)
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    factor = scaling.get("factor")
+    stated = scaling.get("rope_type") or scaling.get("type")
+    kind, factor = str(stated or "default"), scaling.get("factor")
+    if not stated and factor not in (None, 1):
+        raise fields.error(
+            f"{where} has factor {factor}, but no rope_type that says what it scales", where
+        )
     if kind == "default" or (kind in ("linear", "yarn", "dynamic") and factor == 1):
         return RopeConfig(theta=theta)
     if kind not in _KNOWN:

@@ -71,6 +71,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("num_hidden_layers", 5000, "expected at (most|model.layers)|with 1 layer"),
     ("vocab_size", None, "is missing"),
     ("rms_norm_eps", "small", "expected a finite number"),
+    ("rms_norm_eps", 10**400, "expected a finite number"),
     ("hidden_act", "gelu", "only 'silu'"),
     ("rope_theta", None, "is missing"),
     ("max_position_embeddings", True, "expected an integer"),
@@ -92,6 +93,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("attention_k_eq_v", None, "is missing"),
     ("final_logit_softcapping", -1, "expected a positive number"),
     ("n_routed_experts", 10**9, "beyond|expected 1 to"),
+    ("intermediate_size", 2**31, "expected at most 2147483647"),
+    ("qk_nope_head_dim", 10**400, "expected at most 2147483647"),
+    ("hc_sinkhorn_iters", 10**6, "expected at most 100"),
 ]
 
 

@@ -3,7 +3,8 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 from dspark_trt.checkpoint import draft_shapes, read_checkpoint, read_draft
 from dspark_trt.config import DraftConfig
 from dspark_trt.errors import CheckpointError
-from tests.checkpoints import LAYOUTS, write_draft, write_target
+from tests.checkpoints import LAYOUTS, write_draft, write_gemma_target, write_target
+from tests.checkpoints_deepseek import write_deepseek_draft
+from tests.checkpoints_mtp import write_mtp
 
-WRONG: list[Any] = [None, True, -1, 0, 1.5, 10**30, "x", [], [None], [10**30], {}, {"a": {}}]
+WRONG: list[Any] = [
+    None, True, -1, 0, 1.5, 3, 10**400, 1e308, "x", [], [None], [10**30], {}, {"a": {}},
+]  # fmt: skip
 
 
 def survives(path: Path) -> None:
@@ -32,10 +37,15 @@ def each_setting(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
             yield from each_setting(value)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "target"])
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    **{layout: partial(write_draft, layout=layout) for layout in LAYOUTS},
+    "target": write_target,
+}
+
+
+@pytest.mark.parametrize("layout", WRITERS)
 def test_any_setting_may_be_wrong(tmp_path: Path, layout: str) -> None:
-    path = tmp_path / "checkpoint"
-    write_target(path) if layout == "target" else write_draft(path, layout=layout)
+    path = WRITERS[layout](tmp_path / "checkpoint")
     file = path / "config.json"
     original = json.loads(file.read_text())
     place = original.get("transformer_layer_config", original)
@@ -44,7 +54,20 @@ def test_any_setting_may_be_wrong(tmp_path: Path, layout: str) -> None:
         "original_max_position_embeddings": 128, "beta_fast": 32, "attention_factor": 1.0,
     }  # fmt: skip
     file.write_text(json.dumps(original))
+    each_may_be_wrong(path, original)
+
+
+@pytest.mark.parametrize("write", [write_gemma_target, write_mtp, write_deepseek_draft])
+def test_any_setting_of_other_families_may_be_wrong(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    path = write(tmp_path / "checkpoint")
+    each_may_be_wrong(path, json.loads((path / "config.json").read_text()))
+
+
+def each_may_be_wrong(path: Path, original: dict[str, Any]) -> None:
     read_checkpoint(path)  # the starting point is sound, so that every reader is reached
+    file = path / "config.json"
     for position in range(len(list(each_setting(original)))):
         for value in WRONG:
             config = copy.deepcopy(original)

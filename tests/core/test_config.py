@@ -44,6 +44,7 @@ def test_gamma_counts_proposals_not_slots() -> None:
     ("change", "sentence"),
     [
         ({"block_slots": 0}, "block of 0 slots proposes no token"),
+        ({"block_slots": 257}, "257 drafts a round are more than the 256"),
         ({"block_slots": 1, "slot_semantics": SlotSemantics.IN_PLACE}, "proposes no token"),
         ({"head_type": HeadType.NONE}, "head none contradicts markov_rank 16"),
         ({"markov_rank": 0}, "head rnn contradicts markov_rank 0"),
@@ -63,6 +64,7 @@ def test_drafters_that_cannot_be(change: dict[str, Any], sentence: str) -> None:
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"vocab_size": -3}, "vocab_size must be at least 1, got -3"),
         ({"num_heads": 3}, "num_heads 3 must be a multiple of num_kv_heads 2"),
+        ({"rms_norm_eps": -1e-6}, r"rms_norm_eps must lie in \[0, 1\), got -1e-06"),
         ({"head_dim": 33}, "head_dim must be even for rotary embedding, got 33"),
     ],
 )
@@ -74,8 +76,8 @@ def test_decoders_that_cannot_be(change: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"theta": 0}, "rope theta must be positive, got 0"),
-        ({"theta": float("nan")}, "rope theta must be positive, got nan"),
+        ({"theta": 0}, "rope theta must be above 1, got 0"),
+        ({"theta": float("nan")}, "rope theta must be above 1, got nan"),
         ({"theta": 1e4, "yarn_factor": 0.5}, "YaRN factor must be at least 1, got 0.5"),
         ({"theta": 1e4, "yarn_factor": 4}, "YaRN needs original_max_position_embeddings"),
     ],
