@@ -150,10 +150,10 @@ def command(
 
 
 def _precision(bundle: "Bundle") -> str:
+    target = f"{bundle.dtype}{f' with {bundle.weights} weights' if bundle.weights else ''}"
     if bundle.draft_weights == bundle.weights:
-        return f"{bundle.dtype}{f' with {bundle.weights} weights' if bundle.weights else ''}"
-    drafter, target = (bundle.precision[name] for name in ("draft_weights", "weights"))
-    return f"{bundle.dtype} with {target} weights, the drafter's {drafter}"
+        return target
+    return f"{target}, the drafter with {bundle.precision['draft_weights']} weights"
 
 
 def _show_warnings(draft: "DraftCheckpoint", target: "TargetCheckpoint | None") -> list[str]:
