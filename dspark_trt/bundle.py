@@ -183,7 +183,7 @@ def _read_manifest(path: Path) -> Bundle:
             f"{path} is no bundle: it has no {MANIFEST}. "
             "Make one with: dspark-trt export --draft DRAFTER --target TARGET -o BUNDLE"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(
             f"{manifest} cannot be read: {error}. Export the bundle again."
         ) from error

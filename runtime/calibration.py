@@ -176,11 +176,16 @@ class Calibration:
         """Read any of the three spellings."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TableError(f"cannot read calibration {path}: {error}") from error
         if not isinstance(data, dict):
             raise TableError(f"{path} must hold a JSON object, got {type(data).__name__}")
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except (TableError, TypeError, ValueError, OverflowError) as error:
+            raise TableError(
+                f"calibration {path} is malformed: {error}. Fit it again: dspark-trt calibrate BUNDLE"
+            ) from error
 
     def save(self, path: Path) -> None:
         """Write ``to_json``; nothing half-written stays behind."""

@@ -126,9 +126,9 @@ def finite(values: Any, name: str) -> Floats:
 def counts(values: Any, name: str) -> NDArray[np.int64]:
     """Positive, strictly increasing integers; TableError otherwise."""
     exact = finite(values, name)
-    array = exact.astype(np.int64)
-    if exact.ndim != 1 or np.any(array != exact) or np.any(array < 1):
+    if exact.ndim != 1 or np.any((exact < 1) | (exact >= 2**63) | (exact != np.floor(exact))):
         raise TableError(f"{name} must be a list of positive integers, got {exact.tolist()}")
+    array = exact.astype(np.int64)
     if np.any(np.diff(array) <= 0):
         raise TableError(f"{name} must be strictly increasing, got {array.tolist()}")
     return read_only(array)

@@ -41,7 +41,7 @@ def load_cost_table(path: Path, *, graph_requests: int | None = None) -> CostMod
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"cannot read cost table {path}: {error}") from error
     if not isinstance(data, dict):
         raise TableError(f"{path} must hold a JSON object, got {type(data).__name__}")
@@ -59,8 +59,16 @@ def load_cost_table(path: Path, *, graph_requests: int | None = None) -> CostMod
         for key, read in readers.items():
             if key in data:
                 return read(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TableError(f"cost table {path} is malformed: {error!r}") from error
+    except (
+        TableError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        reason = error if isinstance(error, TableError) else repr(error)
+        raise TableError(f"cost table {path} is malformed: {reason}") from error
     raise TableError(
         f"{path} is no cost table: expected format {round_costs.FORMAT!r}, {cost_table.FORMAT!r} or one of {', '.join(readers)}, "
         f"got keys {sorted(data)}"

@@ -16,15 +16,20 @@ The file is an ``.npz``. N rounds, K = γ drafted tokens:
 | ``draft_seconds``, ``step_seconds`` | [N], optional | measured time of the round's batch |
 """
 
+import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.errors import TableError
 from dspark_trt.files import new_file
+
+_MOST_DOMAINS = 10_000  # each has a name
+_MOST = 2**53  # integers that float64 holds exactly
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -94,38 +99,44 @@ def traces_from_arrays(
 
     Raises TableError for wrong shapes, logits that are not finite, or masks that are no prefixes.
     """
-    logits = np.asarray(conf_logits, dtype=np.float64)
-    if logits.ndim != 2 or not logits.size:
-        raise TableError(f"conf_logits must be [rounds, drafted], got shape {logits.shape}")
-    rounds, gamma = logits.shape
-    if not np.all(np.isfinite(logits)):
-        bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+    given = np.asarray(conf_logits)
+    if given.ndim != 2 or not given.size:
+        raise TableError(f"conf_logits must be [rounds, drafted], got shape {given.shape}")
+    rounds, gamma = given.shape
+    logits = _shaped(given, "conf_logits", (rounds, gamma)).astype(np.float64)
+    usable = np.abs(logits) <= np.finfo(np.float32).max  # as graphs give them; not so of NaN
+    if not np.all(usable):
+        bad = int(np.flatnonzero(~usable.all(axis=1))[0])
         raise TableError(f"conf_logits of round {bad} are not finite: {logits[bad].tolist()}")
-    mask = _shaped(accept_prefix_mask, "accept_prefix_mask", (rounds, gamma)).astype(bool)
+    mask = _flags(accept_prefix_mask, "accept_prefix_mask", (rounds, gamma)).astype(bool)
     if np.any(mask[:, 1:] > mask[:, :-1]):
         bad = int(np.flatnonzero((mask[:, 1:] > mask[:, :-1]).any(axis=1))[0])
         raise TableError(
             f"accept_prefix_mask of round {bad} is no prefix: {mask[bad].astype(int)}"
         )
     verified = (
-        np.full(rounds, gamma) if lengths is None else _shaped(lengths, "lengths", (rounds,))
+        np.full(rounds, gamma) if lengths is None else _whole(lengths, "lengths", (rounds,))
     )
     if np.any((verified < mask.sum(axis=1)) | (verified > gamma)):
         raise TableError(f"lengths must lie between the accepted drafts and {gamma}")
-    requests = _shaped(request_id, "request_id", (rounds,))
+    requests = _whole(request_id, "request_id", (rounds,))
     prompts = (
-        requests if prompt_index is None else _shaped(prompt_index, "prompt_index", (rounds,))
+        requests if prompt_index is None else _whole(prompt_index, "prompt_index", (rounds,))
     )
     halves = (
         np.unique(prompts, return_inverse=True)[1] % 2
         if split is None
-        else _shaped(split, "split", (rounds,))
+        else _flags(split, "split", (rounds,))
     )
     kinds = (
-        np.zeros(rounds, np.int64) if domain is None else _shaped(domain, "domain", (rounds,))
+        np.zeros(rounds, np.int64) if domain is None else _whole(domain, "domain", (rounds,))
     )
+    if kinds.min() < 0 or kinds.max() > _MOST_DOMAINS:
+        raise TableError(
+            f"domain must lie in 0..{_MOST_DOMAINS}, got {kinds.min()}..{kinds.max()}"
+        )
     names = [
-        str(name) for name in np.asarray(["all"] if domain_names is None else domain_names)
+        str(name) for name in np.atleast_1d(["all"] if domain_names is None else domain_names)
     ]
     names += [f"domain {index}" for index in range(len(names), int(kinds.max()) + 1)]
     per_draft = {"drafted_prob": (rounds, gamma), "top_prob": (rounds, gamma)}
@@ -138,10 +149,10 @@ def traces_from_arrays(
     return Traces(
         conf_logits=logits,
         accept_prefix_mask=mask,
-        request_id=requests.astype(np.int64),
-        lengths=verified.astype(np.int64),
+        request_id=requests,
+        lengths=verified,
         split=halves.astype(np.int64),
-        domain=kinds.astype(np.int64),
+        domain=kinds,
         domain_names=tuple(names),
         **extra,
     )
@@ -150,9 +161,15 @@ def traces_from_arrays(
 def load_traces(path: Path) -> Traces:
     """Read the file format above; TableError if it cannot be read or lacks a required key."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+        with Path(path).open("rb") as stream:
+            if not is_zipfile(stream):
+                raise TableError(
+                    f"{path} is no .npz file, or was cut off. Record rounds: "
+                    "dspark-trt generate BUNDLE --trace FILE"
+                )
+            with np.load(stream, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, BadZipFile, zlib.error) as error:
         raise TableError(f"cannot read traces {path}: {error}") from error
     missing = {"conf_logits", "accept_prefix_mask", "request_id"} - arrays.keys()
     if missing:
@@ -164,6 +181,23 @@ def load_traces(path: Path) -> Traces:
 
 def _shaped(values: ArrayLike, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     array = np.asarray(values)
-    if array.shape != shape:
-        raise TableError(f"{name} must be {list(shape)}, got {list(array.shape)}")
+    if array.shape != shape or array.dtype.kind not in "biuf":
+        raise TableError(
+            f"{name} must be numbers {list(shape)}, got {array.dtype} {list(array.shape)}"
+        )
+    return array
+
+
+def _whole(values: ArrayLike, name: str, shape: tuple[int, ...]) -> Ints:
+    array = _shaped(values, name, shape)
+    whole = (np.abs(array) <= _MOST) & (np.floor(array) == array)
+    if not np.all(whole):
+        raise TableError(f"{name} must be whole numbers, got {array[~whole][0]}")
+    return array.astype(np.int64)
+
+
+def _flags(values: ArrayLike, name: str, shape: tuple[int, ...]) -> Ints:
+    array = _whole(values, name, shape)
+    if np.any((array != 0) & (array != 1)):
+        raise TableError(f"{name} must be 0 or 1, got {array[(array != 0) & (array != 1)][0]}")
     return array

@@ -172,7 +172,9 @@ def test_another_format_version(bundle: Bundle, version: object) -> None:
         load_bundle(bundle.path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "\x00", '{"format_version": 1', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "\x00", '{"format_version": 1', "\udcff", "[" * 200_000]
+)
 def test_a_manifest_that_is_no_json(bundle: Bundle, text: str) -> None:
     (bundle.path / "bundle.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(

@@ -61,6 +61,10 @@ def test_saved_calibration_carries_both_foreign_spellings(tmp_path: Path) -> Non
         ({"temperatures": [1.0], "sts_temperatures": [2.0]}, "contradict"),
         ({"slope": [1.0, 1.0], "offset": [0.0]}, "one length, got 2, 1 and 2"),
         ({"slope": [1.0], "request_variance": -1.0}, "at least 0, got -1.0"),
+        ({"slope": [1.0], "request_variance": "1"}, "calibration .* is malformed: '>=' not"),
+        ({"slope": [1.0], "estimator": "x"}, "is malformed: could not convert"),
+        ({"slope": [1.0], "figures": 3}, "is malformed: 'int' object is not iterable"),
+        ({"temperatures": [10**400]}, "malformed: int too large.*dspark-trt calibrate BUNDLE"),
     ],
 )
 def test_malformed_files_are_refused(tmp_path: Path, data: object, message: str) -> None:

@@ -109,7 +109,17 @@ def test_cells_are_refused_unless_authentic_and_asked_for_by_size(tmp_path: Path
         ({"token_counts": [1], "step_time_ms": [0.0]}, "takes 0.0 s, expected more than 0"),
         (
             {"sample_batch_tokens": [1, 1], "sample_steps_per_sec": [1, 1]},
-            "strictly increasing",
+            r"sps\.json is malformed: tokens must be strictly increasing",
+        ),
+        (
+            {"sample_batch_tokens": [1, 2**63], "sample_steps_per_sec": [1, 1]},
+            "list of positive integers",
+        ),
+        ({"token_counts": [1], "step_time_ms": [10**400]}, "malformed: OverflowError"),
+        (_cells(cost_tables=[]), "malformed: AttributeError"),
+        (
+            _cells(cost_tables={"1": {"token_counts": [0], "step_time_ms": [0]}}),
+            "malformed: ZeroDivisionError",
         ),
     ],
 )

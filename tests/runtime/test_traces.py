@@ -73,10 +73,17 @@ def test_rounds_with_unverified_drafts_can_be_left_out() -> None:
         ({"conf_logits": np.zeros(2)}, r"\[rounds, drafted\], got shape \(2,\)"),
         ({"conf_logits": [[0.0, 1.0], [np.nan, 0.0]]}, "round 1 are not finite"),
         ({"accept_prefix_mask": [[0, 1], [0, 0]]}, "round 0 is no prefix"),
-        ({"accept_prefix_mask": [[0], [0]]}, r"must be \[2, 2\], got \[2, 1\]"),
-        ({"request_id": [1]}, r"request_id must be \[2\]"),
+        ({"accept_prefix_mask": [[0], [0]]}, r"must be numbers \[2, 2\], got int64 \[2, 1\]"),
+        ({"request_id": [1]}, r"request_id must be numbers \[2\]"),
+        ({"request_id": ["a", "b"]}, r"request_id must be numbers \[2\], got <U1"),
+        ({"request_id": [0, np.nan]}, "request_id must be whole numbers, got nan"),
+        ({"accept_prefix_mask": [[1, -3], [0, 0]]}, "mask must be 0 or 1, got -3"),
+        ({"split": [0, 7]}, "split must be 0 or 1, got 7"),
+        ({"domain": [0, 10**12]}, "domain must lie in 0..10000, got 0..1000000000000"),
+        ({"conf_logits": [[0.0, 1e308], [0.0, 0.0]]}, "round 0 are not finite"),
+        ({"lengths": [1.5, 2]}, r"lengths must be whole numbers, got 1\.5"),
         ({"lengths": [0, 2]}, "between the accepted drafts and 2"),
-        ({"top_prob": [0.5, 0.5]}, r"top_prob must be \[2, 2\]"),
+        ({"top_prob": [0.5, 0.5]}, r"top_prob must be numbers \[2, 2\]"),
     ],
 )
 def test_malformed_arrays_are_refused(change: dict[str, object], message: str) -> None:
@@ -95,6 +102,18 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", conf_logits=np.zeros((1, 1)))
     with pytest.raises(TableError, match="lack accept_prefix_mask, request_id"):
         load_traces(tmp_path / "other.npz")
-    (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(TableError, match="cannot read traces"):
-        load_traces(tmp_path / "text.npz")
+    whole = (tmp_path / "other.npz").read_bytes()
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    no_archives = (
+        b"",
+        b"hello",
+        whole[: len(whole) // 2],
+        (tmp_path / "array.npy").read_bytes(),
+    )
+    for content in no_archives:
+        (tmp_path / "other.npz").write_bytes(content)
+        with pytest.raises(TableError, match=r"other\.npz is no .npz file, or was cut off"):
+            load_traces(tmp_path / "other.npz")
+    (tmp_path / "other.npz").write_bytes(whole.replace(b"descr", b"desXr"))
+    with pytest.raises(TableError, match=r"cannot read traces .*other\.npz: Bad CRC"):
+        load_traces(tmp_path / "other.npz")
