@@ -367,8 +367,9 @@ class Engine:
             "calibration_drifted": planner.drift.has_drifted(),
             "stage_seconds": dict(metrics.seconds),
             "finished": dict(metrics.finished),
-            "prefix_cache": self._prefixes
-            and {
+            "prefix_cache": None
+            if self._prefixes is None  # an empty one is false
+            else {
                 "hits": self._prefixes.hits,
                 "misses": self._prefixes.misses,
                 "hit_tokens": self._prefixes.hit_tokens,
@@ -485,7 +486,9 @@ class Engine:
             self._restore_prefix(sequence, row)
 
     def _restore_prefix(self, sequence: Sequence, row: int) -> None:
-        found = self._prefixes.find(sequence.request.prompt_ids) if self._prefixes else None
+        if self._prefixes is None:
+            return
+        found = self._prefixes.find(sequence.request.prompt_ids)
         if found is None:
             return
         rounds = self._rounds

@@ -304,6 +304,8 @@ def test_prefixes_are_computed_once(tiny_bundle: Bundle) -> None:
     expected = plain.generate([request(p) for p in prompts])
     options = EngineOptions(max_batch=2, prefix_cache_bytes=4_000_000)
     cached = Engine.load(tiny_bundle, options=options)
+    empty = {"hits": 0, "misses": 0, "hit_tokens": 0, "bytes": 0}
+    assert cached.status()["prefix_cache"] == empty
     for prompt, alone in zip(prompts, expected, strict=True):
         done = cached.generate([request(prompt)])[0]
         assert done.token_ids == alone.token_ids
@@ -313,6 +315,7 @@ def test_prefixes_are_computed_once(tiny_bundle: Bundle) -> None:
     assert again.stats.cached_tokens == (len(prompts[0]) - 1) // 16 * 16
     assert cached.status()["prefix_cache"]["hit_tokens"] >= 4 * (len(shared) // 16 * 16)
     assert cached.status()["prefix_cache"]["bytes"] <= 4_000_000
+    assert cached.status()["prefix_cache"]["misses"] == 1  # the very first
     cached.check_integrity()
 
 
