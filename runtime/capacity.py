@@ -2,7 +2,7 @@
 """How many requests one GPU holds at a promised speed, and how many GPUs a load needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -32,6 +32,8 @@ def plan_capacity(
     *,
     sla: float,  # tokens a second for every user
     load_requests: int | None = None,  # concurrent requests to serve in all
+    output_tokens: float = 256.0,  # means, as in `Load`
+    prompt_tokens: float = 512.0,
     most: int = 1024,
     rounds: int = 20_000,
     seed: int = 0,
@@ -43,8 +45,9 @@ def plan_capacity(
     """
     if not sla > 0:
         raise RequestError(f"sla must be positive tokens a second a user, got {sla}")
+    load = Load(slots=1, output_tokens=output_tokens, prompt_tokens=prompt_tokens)
     return {
-        name: _capacity(workload, table, policy, sla, load_requests, most, rounds, seed)
+        name: _capacity(workload, table, policy, load, sla, load_requests, most, rounds, seed)
         for name, policy in policies.items()
     }
 
@@ -53,6 +56,7 @@ def _capacity(
     workload: Workload,
     table: CostModel,
     policy: Policy,
+    load: Load,
     sla: float,
     load_requests: int | None,
     most: int,
@@ -61,7 +65,8 @@ def _capacity(
 ) -> Capacity:
     def speed(slots: int) -> tuple[float, float]:
         enough = max(rounds, 50 * slots)
-        outcome = simulate(workload, policy, table, Load(slots=slots), rounds=enough, seed=seed)
+        many = replace(load, slots=slots)
+        outcome = simulate(workload, policy, table, many, rounds=enough, seed=seed)
         return outcome.tokens_per_second_per_user, outcome.tokens_per_second
 
     held, reached = 0, (0.0, 0.0)

@@ -109,7 +109,7 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
         values = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise RequestError(f"{option} must be numbers like 1,8,32, got {text!r}") from error
-    if option == "--requests" and any(value != int(value) for value in values):
+    if option == "--requests" and not all(value.is_integer() for value in values):
         raise RequestError(f"{option} must be whole numbers, got {text!r}")
     return values
 

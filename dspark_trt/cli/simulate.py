@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dspark_trt.cli.output import console, print_json
+from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -37,9 +37,15 @@ def command(
         ),
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="Without a table: roofline of this GPU.")
+        str,
+        typer.Option(
+            help="Without a table: roofline of this GPU; also h200, a100-80gb, b200, l40s."
+        ),
     ] = "h100-sxm",
-    model: Annotated[str, typer.Option(help="Without a table: target model.")] = "qwen3-8b",
+    model: Annotated[
+        str,
+        typer.Option(help="Without a table: target model; also qwen3-4b, qwen3-14b."),
+    ] = "qwen3-8b",
     concurrency: Annotated[
         str, typer.Option(help="Running requests of each closed loop, comma-separated.")
     ] = "1,4,16,64,128,256,512",
@@ -55,7 +61,11 @@ def command(
     prompt_tokens: Annotated[float, typer.Option(help="Mean prompt length.")] = 512.0,
     policies: Annotated[
         str | None,
-        typer.Option(help="Comma-separated names; all of them by default.", show_default=False),
+        typer.Option(
+            help="Some of none, mtp-1, fixed-K, threshold-0.5, algorithm1, asynchronous, oracle; all by "
+            "default.",
+            show_default=False,
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Request rounds of each simulation.")] = 50_000,
     max_tokens_per_step: Annotated[
@@ -83,6 +93,7 @@ def command(
     from dspark_trt.runtime.capacity import plan_capacity
     from dspark_trt.runtime.simulation import compare, standard_policies
 
+    _refuse_unused(traces, calibration, sla, load_requests, arrivals, plots)
     workload = _workload(traces, calibration, acceptance, seed)
     costs = _cost_table(table, gpu, model)
     available = standard_policies(
@@ -90,7 +101,7 @@ def command(
     )
     chosen = available
     if policies is not None:
-        names = policies.split(",")
+        names = [name.strip() for name in policies.split(",")]
         if unknown := [name for name in names if name not in available]:
             raise RequestError(
                 f"--policies {', '.join(unknown)} unknown; expected {', '.join(available)}"
@@ -101,20 +112,24 @@ def command(
         "domains": list(workload.domain_names),
     }
     if sla is not None:
-        capacities = plan_capacity(
-            workload,
-            costs,
-            chosen,
-            sla=sla,
-            load_requests=load_requests,
-            rounds=rounds,
-            seed=seed,
-        )
+        with err_console.status("simulating: a minute or so"):
+            capacities = plan_capacity(
+                workload,
+                costs,
+                chosen,
+                sla=sla,
+                load_requests=load_requests,
+                output_tokens=output_tokens,
+                prompt_tokens=prompt_tokens,
+                rounds=rounds,
+                seed=seed,
+            )
         report["sla_tokens_per_second"] = sla
         report["capacity"] = {name: value.to_json() for name, value in capacities.items()}
     else:
         loads = _loads(concurrency, arrivals, output_tokens, prompt_tokens)
-        outcomes = compare(workload, costs, chosen, loads, rounds=rounds, seed=seed)
+        with err_console.status("simulating"):
+            outcomes = compare(workload, costs, chosen, loads, rounds=rounds, seed=seed)
         report["outcomes"] = {
             name: {label: outcome.to_json() for label, outcome in by_load.items()}
             for name, by_load in outcomes.items()
@@ -127,6 +142,25 @@ def command(
         print_json(report)
     else:
         _print(report)
+
+
+def _refuse_unused(
+    traces: Path | None,
+    calibration: Path | None,
+    sla: float | None,
+    load_requests: int | None,
+    arrivals: str | None,
+    plots: Path | None,
+) -> None:
+    """What would change nothing."""
+    if calibration is not None and traces is None:
+        raise RequestError("--calibration is of recorded rounds: give them with --traces")
+    if load_requests is not None and sla is None:
+        raise RequestError("--load-requests needs the speed every user must get: give --sla")
+    if sla is not None and (arrivals is not None or plots is not None):
+        raise RequestError(
+            "--sla plans for closed loops and draws nothing: leave --arrivals and --plots out"
+        )
 
 
 def _workload(
@@ -163,7 +197,10 @@ def _loads(
 ) -> "dict[str, Load]":
     from dspark_trt.runtime.simulation import Load
 
-    sizes = [int(value) for value in _numbers(concurrency, "--concurrency")]
+    wanted = _numbers(concurrency, "--concurrency")
+    if not all(value.is_integer() for value in wanted):
+        raise RequestError(f"--concurrency must be whole numbers, got {concurrency!r}")
+    sizes = [int(value) for value in wanted]
     if arrivals is None:
         return {
             str(slots): Load(

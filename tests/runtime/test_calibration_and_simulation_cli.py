@@ -160,6 +160,8 @@ def test_simulate_replays_traces_on_a_measured_table(tmp_path: Path) -> None:
 def test_simulate_plans_capacity() -> None:
     report = _simulate("--sla", "150", "--load-requests", "100", "--policies", "none,fixed-7")
     assert report["capacity"]["fixed-7"]["requests"] > report["capacity"]["none"]["requests"]
+    long = _simulate("--sla", "150", "--policies", "none", "--prompt-tokens", "16000")
+    assert long["capacity"]["none"]["requests"] < report["capacity"]["none"]["requests"]
     text = _run(simulate.command, "--sla", "150", "--rounds", "500", "--policies", "none")
     assert "150 tokens/s/user" in text
 
@@ -172,8 +174,12 @@ def test_simulate_plans_capacity() -> None:
             ("--concurrency", "many"),
             "--concurrency must be comma-separated numbers, got 'many'",
         ),
+        (("--concurrency", "1,inf"), "--concurrency must be whole numbers, got '1,inf'"),
         (("--acceptance", "0.5/0.5,0.5"), "domains must have one length"),
         (("--gpu", "abacus"), "no roofline for 'abacus'"),
+        (("--calibration", "calibration.json"), "give them with --traces"),
+        (("--load-requests", "100"), "give --sla"),
+        (("--sla", "50", "--plots", "figures"), "leave --arrivals and --plots out"),
     ],
 )
 def test_simulate_refuses_bad_options(arguments: tuple[str, ...], message: str) -> None:
