@@ -2,24 +2,14 @@
 """`dspark-trt bench`: how fast a bundle is on this machine, with and without drafts, and against its limits."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
-from dspark_trt.cli.prompts import (
-    encode_prompt,
-    numbered_lines,
-    read_record,
-    shipped_prompts,
-)
+from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
 from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
-
-if TYPE_CHECKING:
-    from dspark_trt.bundle import Bundle
-    from dspark_trt.runtime.text import TextCodec
-    from dspark_trt.runtime.trace_collection import Prompt
 
 
 def command(
@@ -36,7 +26,7 @@ def command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='JSON lines with "prompt" or "prompt_ids", and "domain"; default: shipped ones.',
+            help=f"{PROMPTS_HELP}; default: shipped ones.",
             show_default=False,
         ),
     ] = None,
@@ -76,7 +66,7 @@ def command(
         repeats=repeats,
         seed=seed,
     )
-    asked = _prompts(loaded, prompts)
+    asked = read_prompts(loaded, prompts)
     opened = open_backend(backend, loaded, BackendOptions(threads=threads, device=device))
     with err_console.status("measuring") as status:
         result = run_bench(
@@ -112,29 +102,3 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
     if option == "--requests" and not all(value.is_integer() for value in values):
         raise RequestError(f"{option} must be whole numbers, got {text!r}")
     return values
-
-
-def _prompts(bundle: "Bundle", file: Path | None) -> "list[Prompt]":
-    from dspark_trt.runtime.text import TextCodec
-    from dspark_trt.runtime.trace_collection import Prompt
-
-    codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
-    if file is None:
-        return shipped_prompts(_required(codec))
-    found = []
-    for number, line in numbered_lines(file):
-        prompt, domain = read_record(file, number, line)
-        if isinstance(prompt, str):
-            prompt = list(encode_prompt(_required(codec), prompt))
-        found.append(Prompt(tuple(prompt), domain))
-    if not found:
-        raise RequestError(f"{file} holds no prompts")
-    return found
-
-
-def _required(codec: "TextCodec | None") -> "TextCodec":
-    if codec is None:
-        raise RequestError(
-            'this bundle has no tokenizer: give --prompts FILE with "prompt_ids" instead of text'
-        )
-    return codec

@@ -52,7 +52,10 @@ def command(
         ),
     ] = None,
     strip_weights: Annotated[
-        bool, typer.Option(help="Leave the weights out; needs a GPU. Fill with --refit.")
+        bool,
+        typer.Option(
+            "--strip-weights", help="Leave the weights out; needs a GPU. Fill with --refit."
+        ),
     ] = False,
     refit: Annotated[
         Path | None,
@@ -64,7 +67,10 @@ def command(
     ] = None,
     version_compatible: Annotated[
         bool,
-        typer.Option(help="Let later TensorRT of the same major version load the engines."),
+        typer.Option(
+            "--version-compatible",
+            help="Let later TensorRT of the same major version load the engines.",
+        ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
-from dspark_trt.cli.prompts import read_prompts
+from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
 from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
 
@@ -29,7 +29,8 @@ def command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Without --traces: prompts to answer, one a line; default: shipped ones.",
+            help=f"Without --traces, prompts to answer: {PROMPTS_HELP[0].lower()}{PROMPTS_HELP[1:]}; "
+            "default: shipped ones.",
             show_default=False,
         ),
     ] = None,
@@ -102,10 +103,9 @@ def _collect(
     """Rounds to fit on, from prompts that the engine answers now."""
     from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.engine import Engine, EngineOptions
-    from dspark_trt.runtime.text import TextCodec
     from dspark_trt.runtime.trace_collection import collect_traces
 
-    prompts = read_prompts(TextCodec(bundle), file)
+    prompts = read_prompts(bundle, file)
     options = EngineOptions(max_batch=8)
     scheduler = f"fixed:{bundle.draft.gamma}"
     with (
@@ -177,27 +177,32 @@ def _finite(values: list[float]) -> list[float | None]:
 
 
 def _print(report: dict[str, Any]) -> None:
+    """Within 80 columns."""
     held_out = report["held_out"]
     table = Table(
         title=f"{report['method']}: held-out error of survival, {held_out['rounds']} rounds of "
         f"{held_out['requests']} requests, {held_out['bins']} bins"
     )
-    for column in ("position", "ECE % before", "after", "with online", "Brier before", "after",
-                   "AUC", "slope", "offset", "temperature"):  # fmt: skip
+    for column in ("k", "ECE % before", "after", "online", "Brier before", "after", "AUC",
+                   "slope", "offset", "T"):  # fmt: skip
         table.add_column(column, justify="right")
     before, after, online = (held_out[key] for key in ("before", "after", "online"))
     for k in range(len(report["slope"])):
         auc = after["auc"][k]
         table.add_row(
             str(k + 1),
-            f"{100 * before['ece'][k]:.2f}",
-            f"{100 * after['ece'][k]:.2f}",
-            f"{100 * online['ece'][k]:.2f}",
-            f"{before['brier'][k]:.4f}",
-            f"{after['brier'][k]:.4f}",
+            f"{100 * before['ece'][k]:.1f}",
+            f"{100 * after['ece'][k]:.1f}",
+            f"{100 * online['ece'][k]:.1f}",
+            f"{before['brier'][k]:.3f}",
+            f"{after['brier'][k]:.3f}",
             "-" if auc is None else f"{auc:.3f}",
-            f"{report['slope'][k]:.3f}",
-            f"{report['offset'][k]:+.3f}",
-            f"{report['temperatures'][k]:.3f}",
+            f"{report['slope'][k]:.2f}",
+            f"{report['offset'][k]:+.2f}",
+            f"{report['temperatures'][k]:.2f}",
         )
     console.print(table)
+    console.print(
+        "k: position; ECE: calibration error, with the online correction too; slope, offset: what is applied; "
+        "T: temperature alone"
+    )

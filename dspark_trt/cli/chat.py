@@ -42,14 +42,19 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens an answer has at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    no_speculation: Annotated[bool, typer.Option(help="Let the target decode alone.")] = False,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Let the target decode alone.")
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; default: all usable.")
     ] = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,
     show: Annotated[
-        bool, typer.Option(help="Colour tokens: drafted green, bonus cyan, corrected yellow.")
+        bool,
+        typer.Option(
+            "--show", help="Colour tokens: drafted green, bonus cyan, corrected yellow."
+        ),
     ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document when the chat is over.")

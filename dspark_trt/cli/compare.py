@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
 from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.errors import RequestError
 
@@ -24,7 +25,7 @@ def command(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="Prompts, one a line; default: shipped ones. Your own traffic is better.",
+            help=f"{PROMPTS_HELP}; default: shipped ones. Your own traffic is better.",
             show_default=False,
         ),
     ] = None,
@@ -53,10 +54,8 @@ def command(
     the scheduler. A bundle without a cost table gets a quick one, which is not kept.
     """
     from dspark_trt.bundle import load_bundle
-    from dspark_trt.cli.prompts import read_prompts
     from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.comparison import ComparisonPlan, compare_drafters
-    from dspark_trt.runtime.text import TextCodec
 
     plan = ComparisonPlan(
         temperature=temperature, max_new_tokens=max_new_tokens, requests=requests, turns=turns
@@ -64,7 +63,7 @@ def command(
     loaded = [load_bundle(bundle, verify_hashes=False) for bundle in bundles]
     if most_prompts is not None and most_prompts < 1:
         raise RequestError(f"--most-prompts must be at least 1, got {most_prompts}")
-    listed = read_prompts(TextCodec(loaded[0]), prompts)
+    listed = read_prompts(loaded[0], prompts)
     if most_prompts is not None and most_prompts < len(listed):
         listed = [listed[index * len(listed) // most_prompts] for index in range(most_prompts)]
     with err_console.status("comparing") as status:

@@ -45,7 +45,9 @@ def command(
     target_layer_ids: TargetLayerIds = None,
     settings: Settings = None,
     revision: Revision = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing drafter.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing drafter.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a drafter in another project's layout: the same bytes under other names."""

@@ -82,7 +82,9 @@ def command(
         str | None,
         typer.Option(help="Branch, tag or commit of a hub target.", show_default=False),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing bundle.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Export a drafter and its target to ONNX graphs in one folder, the bundle."""

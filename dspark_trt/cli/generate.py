@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
-from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_record
+from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_line
 from dspark_trt.cli.running import BackendName, DeviceName
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import RequestError
@@ -44,10 +44,14 @@ def command(
     stop_token_id: Annotated[
         list[int] | None, typer.Option(help="Instead of the model's stop tokens; repeatable.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Do not stop at stop tokens.")] = False,
-    no_speculation: Annotated[bool, typer.Option(help="Let the target decode alone.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not stop at stop tokens.")
+    ] = False,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Let the target decode alone.")
+    ] = False,
     raw: Annotated[
-        bool, typer.Option(help="Do not wrap prompts in the chat template.")
+        bool, typer.Option("--raw", help="Do not wrap prompts in the chat template.")
     ] = False,
     max_batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 8,
     threads: Annotated[
@@ -65,7 +69,10 @@ def command(
         ),
     ] = None,
     show: Annotated[
-        bool, typer.Option(help="Colour tokens: drafted green, bonus cyan, corrected yellow.")
+        bool,
+        typer.Option(
+            "--show", help="Colour tokens: drafted green, bonus cyan, corrected yellow."
+        ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -132,7 +139,7 @@ def _prompts(
     """Every prompt as (text, token ids)."""
     listed: list[str | list[int]] = [*texts]
     if file is not None:
-        listed += [_read_line(file, number, line) for number, line in numbered_lines(file)]
+        listed += [read_line(file, number, line)[0] for number, line in numbered_lines(file)]
     listed += [_parse_ids(text) for text in id_lists]
     if not listed:
         raise RequestError(
@@ -157,10 +164,6 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise RequestError(f"--prompt-ids must be numbers like 1,2,3, got {text!r}") from error
-
-
-def _read_line(file: Path, number: int, line: str) -> str | list[int]:
-    return read_record(file, number, line)[0] if line.lstrip().startswith("{") else line
 
 
 def _record(

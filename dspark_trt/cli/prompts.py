@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
+    from dspark_trt.bundle import Bundle
     from dspark_trt.runtime.text import TextCodec
     from dspark_trt.runtime.trace_collection import Prompt
+
+PROMPTS_HELP = 'One prompt a line, or JSON lines with "prompt" or "prompt_ids", and "domain"'
 
 
 def numbered_lines(file: Path) -> list[tuple[int, str]]:
@@ -67,17 +70,39 @@ def shipped_prompts(codec: "TextCodec") -> "list[Prompt]":
     ]
 
 
-def read_prompts(codec: "TextCodec", file: Path | None) -> "list[Prompt]":
-    """One prompt a line of ``file``, or the shipped ones.
+def read_line(file: Path, number: int, line: str) -> tuple[str | list[int], str]:
+    """A prompt and its domain: of a JSON object (see `read_record`), else the line as it is."""
+    if line.lstrip().startswith("{"):
+        return read_record(file, number, line)
+    return line, "all"
+
+
+def read_prompts(bundle: "Bundle", file: Path | None) -> "list[Prompt]":
+    """One prompt a line of ``file``, text or JSON; or the shipped ones.
 
     Raises:
-        RequestError: the file cannot be read or holds no prompt.
+        RequestError: the file cannot be read or holds no prompt, or there is text and no tokenizer.
     """
+    from dspark_trt.runtime.text import TextCodec
     from dspark_trt.runtime.trace_collection import Prompt
 
+    codec = TextCodec(bundle) if TextCodec.is_available(bundle) else None
     if file is None:
-        return shipped_prompts(codec)
-    lines = numbered_lines(file)
-    if not lines:
+        return shipped_prompts(_required(codec))
+    found = []
+    for number, line in numbered_lines(file):
+        prompt, domain = read_line(file, number, line)
+        if isinstance(prompt, str):
+            prompt = list(encode_prompt(_required(codec), prompt))
+        found.append(Prompt(tuple(prompt), domain))
+    if not found:
         raise RequestError(f"prompts file {file} holds no prompt")
-    return [Prompt(encode_prompt(codec, line)) for _, line in lines]
+    return found
+
+
+def _required(codec: "TextCodec | None") -> "TextCodec":
+    if codec is None:
+        raise RequestError(
+            'this bundle has no tokenizer: give --prompts FILE with "prompt_ids" instead of text'
+        )
+    return codec

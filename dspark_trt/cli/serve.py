@@ -66,8 +66,16 @@ def command(
     drain_seconds: Annotated[
         float, typer.Option(help="How long running answers may go on after SIGTERM.")
     ] = 30.0,
-    access_log: Annotated[bool, typer.Option(help="One JSON line a request on stderr.")] = True,
-    log_prompts: Annotated[bool, typer.Option(help="Prompts in the access log.")] = False,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log/--no-access-log",
+            help="One JSON line a request on stderr; on by default.",
+        ),
+    ] = True,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Prompts in the access log.")
+    ] = False,
     scheduler: Annotated[
         str, typer.Option(help="auto, fixed:K, threshold:C, algorithm1 or async.")
     ] = "auto",

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from dspark_trt.bundle import Bundle
+from dspark_trt.cli.prompts import encode_prompt, read_prompts
+from dspark_trt.runtime.text import TextCodec
 from tests.command_line import dspark
 
 
@@ -54,3 +56,11 @@ def test_bad_input_is_one_sentence(
     assert done.code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_prompts_are_lines_of_text_or_of_json(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """In every command that takes a file of them: JSON is never a prompt itself."""
+    file = tmp_path / "prompts.txt"
+    file.write_text('What?\n\n{"prompt": "What?", "domain": "math"}\n{"prompt_ids": [1, 5]}\n')
+    what = encode_prompt(TextCodec(tiny_bundle), "What?")
+    assert read_prompts(tiny_bundle, file) == [(what, "all"), (what, "math"), ((1, 5), "all")]

@@ -21,7 +21,7 @@ from dspark_trt.config import (
     RopeConfig,
     SlotSemantics,
 )
-from dspark_trt.errors import BundleError, DSparkError, RequestError, TableError
+from dspark_trt.errors import DSparkError, RequestError, TableError
 from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.cost_table import CostTable
 from dspark_trt.runtime.traces import load_traces
@@ -88,6 +88,7 @@ def test_calibrate_prints_a_table(tmp_path: Path) -> None:
     bundle = _bundle(tmp_path / "bundle")
     text = _run(calibrate.command, str(bundle), "--traces", str(_TRACES), "--method", "sts")
     assert "sts: held-out error of survival" in text
+    assert "…" not in text  # 80 columns hold it
     assert "calibration.json" in text
     assert Calibration.load(bundle / "calibration.json").offset.tolist() == [0.0] * 7
 
@@ -112,7 +113,7 @@ def test_calibrate_refuses_what_does_not_fit(tmp_path: Path) -> None:
     bundle = _bundle(tmp_path / "bundle", gamma=5)
     with pytest.raises(RequestError, match=r"rounds of 7 drafted tokens, .* drafts 5"):
         _run(calibrate.command, str(bundle), "--traces", str(_TRACES))
-    with pytest.raises(BundleError, match=r"has no tokenizer.json"):  # nothing to collect with
+    with pytest.raises(RequestError, match="no tokenizer: give --prompts FILE"):
         _run(calibrate.command, str(bundle))
     with pytest.raises(RequestError, match="'best' is unknown; expected sts, affine, auto"):
         _run(calibrate.command, str(bundle), "--method", "best")

@@ -20,7 +20,7 @@ def test_every_flag_is_documented_and_no_other() -> None:
     flags = {name for name in names if name.startswith("--")}
     mentioned = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - {"--json"}  # curl has one as well
     assert mentioned <= flags
-    assert flags - mentioned == {"--json", "--access-log", "--no-log-prompts"}
+    assert flags - mentioned == {"--json", "--access-log"}
 
 
 def test_every_parameter_is_documented() -> None:
