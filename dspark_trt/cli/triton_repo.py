@@ -2,13 +2,15 @@
 """`dspark-trt triton-repo`: a model repository for Triton Inference Server."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
 
-_PARTS = "all"
+if TYPE_CHECKING:
+    from dspark_trt.bindings import GraphBindings
+    from dspark_trt.bundle import Bundle
 
 
 def command(
@@ -22,7 +24,15 @@ def command(
     graph: Annotated[
         list[str] | None,
         typer.Option(
-            help="Graph to serve by itself as well, or all; may be repeated.",
+            help="Part to serve by itself as well: a graph, as ONNX model and, where built, as TensorRT "
+            "plan; or none; may be repeated. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    tensorrt_version: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the engines to serve, where the bundle has those of several.",
             show_default=False,
         ),
     ] = None,
@@ -40,19 +50,18 @@ def command(
     ] = "auto",
     backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="The engine's instance has a GPU.")
+        bool, typer.Option("--gpu", help="The models' instances have a GPU.")
     ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing repository.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Write a bundle as a model repository for Triton Inference Server."""
     from dspark_trt.bundle import load_bundle
-    from dspark_trt.export.engines.profiles import graph_bindings
-    from dspark_trt.runtime.serving.triton_repository import EngineSettings, write_repository
+    from dspark_trt.runtime.serving.triton_config import EngineSettings
+    from dspark_trt.runtime.serving.triton_repository import write_repository
 
     loaded = load_bundle(bundle)
-    names = loaded.graph_names if graph == [_PARTS] else tuple(graph or ())
-    models = write_repository(
+    written = write_repository(
         loaded,
         output,
         name=name,
@@ -64,17 +73,46 @@ def command(
             backend=backend,
             on_gpu=gpu,
         ),
-        graphs={each: graph_bindings(loaded, each) for each in names},
+        graphs={each: _contract(loaded, each) for each in _graphs(loaded, graph)},
+        tensorrt_version=tensorrt_version,
         overwrite=overwrite,
     )
     if json:
-        print_json({"repository": str(output), "models": list(models)})
+        print_json(
+            {
+                "repository": str(output),
+                "model": written.model,
+                "parts_repository": written.parts_path and str(written.parts_path),
+                "parts": list(written.parts),
+                "left_out": dict(written.left_out),
+            }
+        )
         return
-    for model in models:
+    for model in (written.model, *written.parts):
         console.print(model, highlight=False)
-    err_console.print(
-        f"tritonserver --model-repository {output}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    for engine, reason in written.left_out.items():
+        _say(f"{engine} is no model: {reason}")
+    _say(f"tritonserver --model-repository {output}")
+    if written.parts_path is not None:
+        _say(f"loads {written.model}; the others with --model-repository {written.parts_path}")
+
+
+def _graphs(bundle: "Bundle", asked: list[str] | None) -> tuple[str, ...]:
+    if asked is None or asked == ["all"]:
+        return bundle.graph_names
+    return () if asked == ["none"] else tuple(asked)
+
+
+def _contract(bundle: "Bundle", graph: str) -> "GraphBindings":
+    from dspark_trt.bundle import FUSED_TARGET
+    from dspark_trt.export.engines.profiles import graph_bindings
+    from dspark_trt.runtime.serving.triton_parts import fused_target_bindings
+
+    bundle.graph_path(graph)  # says which there are
+    if graph != FUSED_TARGET:
+        return graph_bindings(bundle, graph)
+    return fused_target_bindings(*(graph_bindings(bundle, g) for g in ("target", "verify")))
+
+
+def _say(text: str) -> None:
+    err_console.print(text, highlight=False, soft_wrap=True, markup=False)

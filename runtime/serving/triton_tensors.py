@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of the engine's model in a Triton repository: the configuration and the backend read this table.
+"""Tensors of models in a Triton repository. Of the engine's, the configuration and the backend read this table.
 
 `text_input` and `text_output` are the names that the server's `/generate` endpoints look for.
 """
@@ -13,6 +13,7 @@ class ModelTensor:
     data_type: str  # Triton's spelling
     dims: tuple[int, ...]  # -1: any
     is_optional: bool = False
+    reshape: tuple[int, ...] | None = None  # what the model takes for `dims`; None: the same
 
 
 # Input name -> field of SamplingParams.

@@ -2,7 +2,7 @@
 """A real Triton Inference Server, from the wheel of nvidia-pytriton, over a repository of `triton-repo`.
 
 That server (2.51) is built for NumPy 1 and has the Python backend alone: it runs in an environment with an
-older NumPy, and loads graphs of the ONNX Runtime backend up to the missing backend.
+older NumPy, and loads parts up to the missing backend; test_triton_repository.py reads their configurations.
 """
 
 import os
@@ -15,7 +15,8 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,11 +29,15 @@ import pytest
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.request import Request
+from tests.command_line import dspark
 from tests.conftest import ROOT
 from tests.serving.seeded_requests import here, requests_about
 
 NUMPY_1 = Path(sys.prefix) / "numpy-1"  # `make triton-server` puts it there
 HAS_SERVER = bool(find_spec("pytriton") and find_spec("tritonclient") and NUMPY_1.is_dir())
+
+# The server waits for open connections before it ends.
+HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,33 +52,53 @@ pytestmark = [
 class Server:
     grpc: str
     http: str
-    repository: Path
     process: "subprocess.Popen[str]"
 
 
-@pytest.fixture(scope="module")
-def server(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("triton")
-    command = ["triton-repo", str(tiny_bundle.path), "-o", str(folder / "repository")]
-    options = ["--name", "tiny", "--max-batch", "4", "--threads", "1", "--graph", "all"]
-    subprocess.run(
-        [sys.executable, "-m", "dspark_trt", *command, *options], cwd=ROOT, check=True
-    )
-    http, grpc = free_ports(2)
-    process = start(folder, http, grpc)
-    repository = folder / "repository"
-    found = Server(f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", repository, process)
-    try:
-        await_model(found)
-        yield found
-    finally:
-        process.terminate()
-        said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said[-3000:]
-
-
-def start(folder: Path, http: int, grpc: int) -> "subprocess.Popen[str]":
+@dataclass(frozen=True)
+class Installation:
     """The wheel's server, with the interpreter of a new environment: the Python backend asks the PATH."""
+
+    program: Path
+    backends: Path
+    environment: Mapping[str, str]
+
+    @contextmanager
+    def serving(self, *options: str) -> Iterator[Server]:
+        """Until the block ends, then SIGTERM, and code 0."""
+        http, grpc = free_ports(2)
+        addresses = {
+            "http-address": "127.0.0.1",
+            "http-port": http,
+            "grpc-address": "127.0.0.1",
+            "grpc-port": grpc,
+            "allow-metrics": "false",
+            "backend-directory": self.backends,
+        }
+        process = subprocess.Popen(
+            [
+                self.program,
+                *options,
+                *(f"--{name}={value}" for name, value in addresses.items()),
+            ],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            server = Server(f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", process)
+            await_ready(server)
+            yield server
+        finally:
+            process.terminate()
+            said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said[-3000:]
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    folder = tmp_path_factory.mktemp("triton")
     spec = find_spec("pytriton")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -99,24 +124,23 @@ def start(folder: Path, http: int, grpc: int) -> "subprocess.Popen[str]":
         "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
         "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
     }
-    options = {
-        "model-repository": folder / "repository",
-        "model-control-mode": "explicit",
-        "load-model": "tiny",
-        "backend-directory": backend.parent,
-        "http-address": "127.0.0.1",
-        "http-port": http,
-        "grpc-address": "127.0.0.1",
-        "grpc-port": grpc,
-        "allow-metrics": "false",
-    }
-    return subprocess.Popen(
-        [program, *(f"--{name}={value}" for name, value in options.items())],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Installation(program, backend.parent, environment)
+
+
+@pytest.fixture(scope="module")
+def repository(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("repository") / "repository"
+    options = ["--name", "tiny", "--max-batch", "4", "--threads", "1"]
+    done = dspark("triton-repo", tiny_bundle.path, "-o", path, *options)
+    assert done.code == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(installation: Installation, repository: Path) -> Iterator[Server]:
+    """As the page has it: the engine alone is loaded, its parts are not."""
+    with installation.serving("--model-repository", str(repository)) as found:
+        yield found
 
 
 def free_ports(count: int) -> list[int]:
@@ -127,18 +151,17 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def await_model(server: Server) -> None:
+def await_ready(server: Server) -> None:
+    """Every model is ready that the server was to load; at once where it fails, as the server then ends."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             pytest.fail(server.process.communicate()[0][-3000:])
-        try:
-            if httpx.get(f"{server.http}/v2/models/tiny/ready").is_success:
+        with suppress(httpx.TransportError):
+            if HTTP.get(f"{server.http}/v2/health/ready").is_success:
                 return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    pytest.fail("the model does not get ready")
+        time.sleep(0.05)
+    pytest.fail("the server does not get ready")
 
 
 def inputs_of(request: Request) -> list[Any]:
@@ -222,9 +245,9 @@ def test_plain_http_gets_whole_answers_and_events(server: Server, tiny_bundle: B
     }
     expected = here(tiny_bundle, [request])[0].text
     address = f"{server.http}/v2/models/tiny"
-    whole = httpx.post(f"{address}/generate", json={**body, "stream": False}, timeout=60)
+    whole = HTTP.post(f"{address}/generate", json={**body, "stream": False})
     assert whole.json()["text_output"] == expected
-    with httpx.stream("POST", f"{address}/generate_stream", json=body, timeout=60) as response:
+    with HTTP.stream("POST", f"{address}/generate_stream", json=body) as response:
         lines = [line for line in response.iter_lines() if line]
     texts = [httpx.Response(200, text=line.removeprefix("data: ")).json() for line in lines]
     assert len(texts) > 1
@@ -284,44 +307,33 @@ def test_cancelled_requests_leave_the_engine(server: Server, tiny_bundle: Bundle
     assert time.monotonic() - began < uncancelled / 2
 
 
-def test_graphs_are_described_as_the_server_wants_them(
-    server: Server, tiny_bundle: Bundle
-) -> None:
-    """Parsed by the server, refused for its missing backend alone; names and shapes are the graphs' own."""
-    import onnxruntime as ort
-    from google.protobuf import text_format  # type: ignore[import-untyped]
-    from tritonclient.grpc import InferenceServerClient, model_config_pb2
-    from tritonclient.utils import InferenceServerException
+def test_the_engine_alone_is_loaded(server: Server) -> None:
+    from tritonclient.grpc import InferenceServerClient
 
     with InferenceServerClient(server.grpc) as client:
-        for graph in tiny_bundle.graph_names:
-            name = f"tiny_{graph}"
+        index = client.get_model_repository_index().models
+        assert [(each.name, each.state) for each in index] == [("tiny", "READY")]
+        assert client.get_model_config("tiny").config.model_transaction_policy.decoupled
+
+
+def test_parts_are_read_up_to_the_missing_backend(
+    installation: Installation, repository: Path, tiny_bundle: Bundle
+) -> None:
+    """Everything that the server itself checks of a configuration comes before."""
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    parts = repository / "tiny" / "parts"
+    options = ["--model-repository", str(parts), "--model-control-mode", "explicit"]
+    with (
+        installation.serving(*options) as server,
+        InferenceServerClient(server.grpc) as client,
+    ):
+        names = {each.name for each in client.get_model_repository_index().models}
+        assert names == {f"tiny_{graph}" for graph in tiny_bundle.graph_names}
+        for name in names:
             with pytest.raises(
-                InferenceServerException, match="unable to find backend library"
+                InferenceServerException,
+                match="unable to find backend library for backend 'onnxruntime'",
             ):
                 client.load_model(name)
-            text = (server.repository / name / "config.pbtxt").read_text()
-            config = text_format.Parse(text, model_config_pb2.ModelConfig())
-            session = ort.InferenceSession(
-                server.repository / name / "1" / "model.onnx",
-                providers=["CPUExecutionProvider"],
-            )
-            for described, real in (
-                (config.input, session.get_inputs()),
-                (config.output, session.get_outputs()),
-            ):
-                assert [t.name for t in described] == [t.name for t in real]
-                assert [len(t.dims) for t in described] == [len(t.shape) for t in real]
-                for mine, own in zip(described, real, strict=True):
-                    fixed = [isinstance(size, int) for size in own.shape]
-                    assert [size >= 0 for size in mine.dims] == fixed, (name, own.name)
-                    kind = model_config_pb2.DataType.Name(mine.data_type)
-                    assert kind == TYPES[own.type], (name, own.name)
-
-
-TYPES = {
-    "tensor(float)": "TYPE_FP32",
-    "tensor(int64)": "TYPE_INT64",
-    "tensor(int32)": "TYPE_INT32",
-    "tensor(bool)": "TYPE_BOOL",
-}
