@@ -18,18 +18,33 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:  # float32 [.., D] -> float32 [..
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+def _sums(size: int) -> tuple[Tensor, Tensor]:
+    """What a flattened S x S matrix is multiplied by, `[S*S, S*S]`, to have the sum of its row, or of its
+    column, at the place of each element.
+    """
+    # Always on the CPU: these are constants, real even where a module is built without weights.
+    same = torch.eye(size, device="cpu")
+    every = torch.ones_like(same)
+    return torch.kron(same, every), torch.kron(every, same)
+
+
 class HyperConnection(nn.Module):
     """The weights around one block: `fn` gives S input weights, S output weights and an S x S mix."""
 
     def __init__(self, decoder: DecoderConfig, deepseek: DeepseekConfig) -> None:
         super().__init__()
-        self.streams = deepseek.streams
+        self.streams = count = deepseek.streams
         self.steps, self.eps = deepseek.sinkhorn_steps, deepseek.stream_eps
         self.norm_eps = decoder.rms_norm_eps
-        rows = (2 + self.streams) * self.streams
-        self.fn = nn.Parameter(torch.empty(rows, self.streams * decoder.hidden_size))
-        self.base = nn.Parameter(torch.empty(rows))
+        outputs = (2 + count) * count
+        self.fn = nn.Parameter(torch.empty(outputs, count * decoder.hidden_size))
+        self.base = nn.Parameter(torch.empty(outputs))
         self.scale = nn.Parameter(torch.empty(3))  # of input weights, output weights, mix
+        rows, columns = _sums(count)
+        self.register_buffer("row_sums", rows, persistent=False)
+        self.register_buffer("column_sums", columns, persistent=False)
+        self.row_sums: Tensor
+        self.column_sums: Tensor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Streams `[B, N, S, H]` -> input of the block `[B, N, H]`, its output's weights `[B, N, S]`, and
@@ -54,14 +69,18 @@ class HyperConnection(nn.Module):
             self._balanced(mixed.unflatten(-1, (count, count))),
         )
 
-    def _balanced(self, mix: Tensor) -> Tensor:
-        """Sinkhorn's iteration: columns, then rows and columns in turn are scaled to sum to 1."""
-        mix = torch.softmax(mix, -1) + self.eps
-        mix = mix / (mix.sum(-2, keepdim=True) + self.eps)
+    def _balanced(self, mix: Tensor) -> Tensor:  # [.., S, S] -> [.., S, S]
+        """Sinkhorn's iteration: columns, then rows and columns in turn are scaled to sum to 1.
+
+        The sums are matrix products, which TensorRT-RTX does not fuse: a chain of reductions and divisions
+        becomes one expression that doubles with each, and five steps of it take a minute to build.
+        """
+        mix = (torch.softmax(mix, -1) + self.eps).flatten(-2)
+        mix = mix / (mix @ self.column_sums + self.eps)
         for _ in range(self.steps - 1):
-            mix = mix / (mix.sum(-1, keepdim=True) + self.eps)
-            mix = mix / (mix.sum(-2, keepdim=True) + self.eps)
-        return mix
+            mix = mix / (mix @ self.row_sums + self.eps)
+            mix = mix / (mix @ self.column_sums + self.eps)
+        return mix.unflatten(-1, (self.streams, self.streams))
 
 
 def reconnect(x: Tensor, output: Tensor, given: Tensor, mix: Tensor) -> Tensor:
