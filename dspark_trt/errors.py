@@ -44,6 +44,10 @@ class MissingContextError(RequestError):
     """A proposal would attend to context rows that were never appended."""
 
 
+class OutputError(DSparkError, OSError):
+    """A file cannot be written where it was asked for."""
+
+
 class TableError(DSparkError):
     """A cost table, calibration or trace file is degenerate, foreign, or malformed."""
 

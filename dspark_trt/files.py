@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.errors import OutputError
+
 _CHUNK_BYTES = 1 << 22
 
 
@@ -26,13 +28,54 @@ def sha256_of_file(path: Path) -> str:
 def new_file(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` for a file that takes its place at the end, or disappears: a reader sees
     the old file or the new one.
+
+    Raises:
+        OutputError: no such folder, no right to write there, a folder of that name, a full disk.
     """
+    require_place(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
         temporary.replace(path)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def require_place(path: Path) -> None:
+    """Refuse a name that no file can take, before the work for it is done.
+
+    Raises:
+        OutputError: no such folder, no right to write there, or a folder of that name.
+    """
+    if path.is_dir():
+        raise OutputError(f"cannot write {path}: it is a folder. Give the name of a file")
+    if not path.parent.is_dir():
+        raise OutputError(
+            f"cannot write {path}: there is no folder {path.parent}. Make it first"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise OutputError(
+            f"cannot write {path}: no right to write in {path.parent}. Choose another folder"
+        )
+
+
+def make_folder(path: Path) -> None:
+    """A folder for files, with its parents; one that is there stays as it is.
+
+    Raises:
+        OutputError: a file has that name, or no right to write there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot make the folder {path}: {error.strerror or error}"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

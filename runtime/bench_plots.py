@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dspark_trt.files import make_folder
 from dspark_trt.runtime.bench import PARTS
 from dspark_trt.runtime.bench_report import Report, is_whole
 from dspark_trt.runtime.plots import new_figure, save_figure
@@ -18,7 +19,7 @@ def plot_bench(report: Report, folder: Path) -> list[Path]:
     Raises:
         RequestError: matplotlib is not installed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     cells = [cell for cell in report["cells"] if is_whole(report, cell)]
     heats = report["sampling"]["temperatures"]
     last = [c for c in report["cells"] if c["scheduler"] == report["cells"][-1]["scheduler"]]

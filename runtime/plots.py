@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark_trt.errors import RequestError
+from dspark_trt.files import make_folder, new_file
 from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.calibration_fit import replay_online
 from dspark_trt.runtime.calibration_metrics import (
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def plot_calibration(calibration: Calibration, held_out: Traces, folder: Path) -> list[Path]:
     """Reliability (figure 6), threshold sweep (figure 5), conditional acceptance (figure 2)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return [
         save_figure(_reliability(calibration, held_out), folder / "reliability.png"),
         save_figure(_threshold_sweep(calibration, held_out), folder / "threshold_sweep.png"),
@@ -37,7 +38,7 @@ def plot_calibration(calibration: Calibration, held_out: Traces, folder: Path) -
 
 def plot_simulation(outcomes: Mapping[str, Mapping[str, Outcome]], folder: Path) -> list[Path]:
     """Throughput against speed a user (figure 7); throughput and budget against load (figure 8)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return [
         save_figure(_throughput_and_speed(outcomes), folder / "throughput_user_speed.png"),
         save_figure(_throughput_and_budget(outcomes), folder / "throughput_budget.png"),
@@ -96,7 +97,8 @@ def new_figure(panels: int) -> tuple["Figure", Sequence[Any]]:
 
 
 def save_figure(figure: "Figure", path: Path) -> Path:
-    figure.savefig(path, dpi=120)
+    with new_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     return path
 
 

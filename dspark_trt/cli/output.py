@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-console = Console()
-err_console = Console(stderr=True)
+# What is printed stands as it is: by default rich takes ":-1:" of a value or an answer for an emoji.
+console = Console(emoji=False)
+err_console = Console(stderr=True, emoji=False)
 
 
 def print_json(value: Any) -> None:

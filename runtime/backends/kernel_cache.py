@@ -42,7 +42,7 @@ class KernelCache:
                 temporary.write_bytes(kernels)
         except OSError as error:
             self._is_writable = False
-            _log.warning("compiled kernels are not kept: %s: %s", self._file, error.strerror)
+            _log.warning("compiled kernels are not kept: %s", error)
             return
         self._saved_bytes = kernels.nbytes
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing half-written is left: new folders, JSON files, hashes."""
 
+import errno
 import hashlib
 import json
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from dspark_trt.files import new_directory, sha256_of_file, write_json
+from dspark_trt.errors import OutputError
+from dspark_trt.files import make_folder, new_directory, new_file, sha256_of_file, write_json
 
 
 def test_new_directory_takes_its_name_at_the_end(tmp_path: Path) -> None:
@@ -98,3 +101,38 @@ def test_hash_reads_the_whole_file(tmp_path: Path) -> None:
     data = bytes(range(256)) * (5 << 12)  # 5 MiB: more than one chunk
     path.write_bytes(data + b"end")
     assert sha256_of_file(path) == hashlib.sha256(data + b"end").hexdigest()
+
+
+def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    """Before the work where `require_place` is asked, and without a file of another name left."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    for path, text in (
+        (tmp_path / "folder", "it is a folder. Give the name of a file"),
+        (tmp_path / "nowhere" / "x.json", "there is no folder .*nowhere. Make it first"),
+        (tmp_path / "file" / "x.json", "there is no folder .*file"),
+    ):
+        with pytest.raises(OutputError, match=f"cannot write {path}: {text}"):
+            write_json(path, {})
+    with pytest.raises(OutputError, match=r"cannot make the folder .*file/x: Not a directory"):
+        make_folder(tmp_path / "file" / "x")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """The old file stays; so does every other of the caller's errors."""
+    write_json(tmp_path / "costs.json", [1])
+
+    def write(error: Exception) -> None:
+        with new_file(tmp_path / "costs.json") as temporary:
+            temporary.write_text("half")
+            raise error
+
+    with pytest.raises(
+        OutputError, match=r"cannot write .*costs\.json: No space left on device"
+    ):
+        write(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with pytest.raises(ValueError, match="mine"):
+        write(ValueError("mine"))
+    assert json.loads((tmp_path / "costs.json").read_text()) == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]

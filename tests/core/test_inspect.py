@@ -21,6 +21,7 @@ from tests.checkpoints import (
     write_draft,
     write_target,
 )
+from tests.command_line import dspark
 
 
 def inspect(*arguments: str | Path) -> str:
@@ -106,3 +107,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "target_layer_ids [0, 3] taps the last of 4 layers" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_printed_stands_as_it_is() -> None:
+    """By default rich prints a thumb for ":-1:", as in a scheduler `fixed:-1:`."""
+    ran = dspark("inspect", "no:-1:folder")
+    assert ran.code == 2
+    assert "no:-1:folder: no such folder" in ran.stderr
