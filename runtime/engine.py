@@ -29,7 +29,7 @@ from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenE
 from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.rounds import Rounds
 from dspark_trt.runtime.scheduler import Scheduler
-from dspark_trt.runtime.scheduling import AUTO, choose_scheduling
+from dspark_trt.runtime.scheduling import AUTO, beyond_measured, choose_scheduling
 from dspark_trt.runtime.sequence import Sequence
 from dspark_trt.runtime.session import load_calibration
 from dspark_trt.runtime.targets.host import HostTargetModel
@@ -395,7 +395,12 @@ class Engine:
 
     def _notes(self) -> list[str]:
         """What is missing or switched off, said aloud."""
-        notes = [] if self._scheduling.note is None else [self._scheduling.note]
+        costs, most = self.planner.table, self.options.max_batch
+        notes = [
+            note
+            for note in (self._scheduling.note, beyond_measured(costs, most, self.bundle.path))
+            if note is not None
+        ]
         if not self._has_head and self.planner.calibration.estimator is None:
             notes.append(
                 "the drafter has no confidence head and no fitted estimator: its own probabilities "

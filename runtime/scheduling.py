@@ -2,6 +2,7 @@
 """Which scheduler an engine gets, by name, and the costs it weighs; what is not possible is said aloud."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from dspark_trt.bundle import COST_TABLE
 from dspark_trt.config import ConfidenceInput
@@ -12,6 +13,7 @@ from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.cost_table_formats import load_cost_table
 from dspark_trt.runtime.machine import cost_origin
+from dspark_trt.runtime.round_costs import RoundCosts
 from dspark_trt.runtime.scheduler import (
     Algorithm1,
     Asynchronous,
@@ -106,6 +108,16 @@ def bundled_costs(
         return costs.require_informative(), None
     except TableError as error:
         return None, f"the cost table is not used: {error}"
+
+
+def beyond_measured(costs: CostModel | None, max_batch: int, bundle: Path) -> str | None:
+    """What to measure if the engine may run more requests at a time than its costs know."""
+    if not isinstance(costs, RoundCosts) or costs.requests[-1] >= max_batch:
+        return None
+    return (
+        f"the cost table knows rounds of up to {costs.requests[-1]} requests, this engine runs up to {max_batch}: "
+        f"beyond it costs are extrapolated. Measure: dspark-trt profile {bundle} --max-requests {max_batch}"
+    )
 
 
 def _length(text: str, gamma: int) -> int:

@@ -8,7 +8,7 @@ import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.errors import RequestError
 
 
@@ -33,9 +33,7 @@ def command(
     new_tokens: Annotated[int, typer.Option(help="Tokens a request in every turn.")] = 12,
     repeats: Annotated[int, typer.Option(help="Turns of each; medians are reported.")] = 3,
     seed: Annotated[int, typer.Option(help="Of sampling and of the order.")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; default: chosen for the bundle.")
-    ] = None,
+    threads: Threads = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,
     output: Annotated[

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dspark_trt.cli.output import console, err_console, print_json
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import BackendError, RequestError
 
@@ -45,9 +45,7 @@ def command(
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Let the target decode alone.")
     ] = False,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; default: all usable.")
-    ] = None,
+    threads: Threads = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,
     show: Annotated[

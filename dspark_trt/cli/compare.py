@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 64,
     requests: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 4,
     turns: Annotated[int, typer.Option(help="Of plain and of scheduled decoding.")] = 3,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads.", show_default=False)
-    ] = None,
+    threads: Threads = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,
     plot: Annotated[

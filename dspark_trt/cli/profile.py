@@ -20,13 +20,15 @@ _EXPORTS = ("sglang-flat", "sglang-additive", "tensorrt-llm")
 
 def command(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)],
-    max_requests: Annotated[int, typer.Option(help="Most requests at a time to measure.")] = 8,
+    max_requests: Annotated[
+        int, typer.Option(help="Most requests at a time to measure: max_batch of your engines.")
+    ] = 8,
     seconds: Annotated[
         float, typer.Option(help="For each number of requests at each context.")
     ] = 1.5,
     temperature: Annotated[float, typer.Option(help="Of the measured requests.")] = 0.0,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; engines must use as many.")
+        int | None, typer.Option(help="As of other commands; engines must use as many.")
     ] = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,

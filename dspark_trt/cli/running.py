@@ -12,6 +12,14 @@ BackendName = Annotated[
         help="What runs the graphs: onnxruntime, torch, tensorrt or tensorrt-rtx.",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        help="CPU threads. Default: all usable; one where the weights are under 64 MB.",
+        show_default=False,
+    ),
+]
 DeviceName = Annotated[
     str | None,
     typer.Option(

@@ -13,7 +13,7 @@ import typer
 
 from dspark_trt.cli.extras import require_extra
 from dspark_trt.cli.output import err_console
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.errors import DSparkError, RequestError
 
 _KEYS_VARIABLE = "DSPARK_API_KEYS"
@@ -79,9 +79,7 @@ def command(
     scheduler: Annotated[
         str, typer.Option(help="auto, fixed:K, threshold:C, algorithm1 or async.")
     ] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; default: all usable.")
-    ] = None,
+    threads: Threads = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,
     json: Annotated[

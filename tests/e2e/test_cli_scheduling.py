@@ -36,6 +36,7 @@ def test_a_profiled_bundle_is_scheduled_by_cost(bundle: Path) -> None:
     after = dspark("generate", bundle, ids, "--max-new-tokens", 12)
     assert after.code == 0
     assert "no cost table" not in after.stderr
+    assert "--max-requests 8" in after.stderr  # what `generate` may run at a time
     assert after.stdout == before.stdout  # greedy: the scheduler changes costs, not text
 
 

@@ -13,6 +13,7 @@ from dspark_trt.runtime.break_even import plain_rounds_spent, recommended_length
 from dspark_trt.runtime.cost_table_formats import load_cost_table, sglang_flat
 from dspark_trt.runtime.round_costs import RoundCosts
 from dspark_trt.runtime.scheduler import Algorithm1, Asynchronous, Global
+from dspark_trt.runtime.scheduling import beyond_measured
 from dspark_trt.runtime.survival import survival_from_confidence
 
 _STEPS = [[[1.0, 2.0, 3.0], [4.0, 8.0, 10.0]]]
@@ -33,6 +34,15 @@ def test_cells_cost_what_was_measured() -> None:
                 _STEPS[0][row][column]
             )
     assert _COSTS.seconds(4, 16, requests=4, drafting=4)[12] == pytest.approx(12.0)
+
+
+def test_more_requests_than_were_measured_are_told() -> None:
+    note = beyond_measured(_COSTS, 8, Path("bundle"))
+    assert note is not None
+    assert "up to 4 requests, this engine runs up to 8" in note
+    assert note.endswith("dspark-trt profile bundle --max-requests 8")
+    assert beyond_measured(_COSTS, 4, Path("bundle")) is None
+    assert beyond_measured(None, 4, Path("bundle")) is None
 
 
 def test_between_cells_costs_are_linear() -> None:
