@@ -2,7 +2,7 @@
 """An existing FastAPI application that gets answers of its own and OpenAI's endpoints beside them.
 
 python examples/fastapi_service/main.py BUNDLE --port 8000
-curl localhost:8000/ask -d '{"question": "Explain what a stack is."}'
+curl localhost:8000/ask --json '{"question": "Explain what a stack is."}'
 curl localhost:8000/llm/v1/models
 """
 

@@ -11,6 +11,7 @@ loading need `make_app` in each worker (gunicorn: no --preload).
 import argparse
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer, make_server
@@ -64,6 +65,7 @@ def main() -> None:
         make_server(
             "127.0.0.1", arguments.port, make_app(engine), server_class=ThreadingServer
         ) as server,
+        suppress(KeyboardInterrupt),
     ):
         server.serve_forever()
 

@@ -2,6 +2,7 @@
 """The examples, run as their first lines say, against the engine in this process."""
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -83,6 +84,22 @@ def post(url: str, body: bytes) -> str:
         return str(response.read().decode())
 
 
+def follow_curls(name: str, address: str) -> list[str]:
+    """What the commands of the first lines print."""
+    lines = (ROOT / "examples" / name / "main.py").read_text().splitlines()
+    typed = [line.strip() for line in lines if line.strip().startswith("curl ")]
+    return [
+        subprocess.check_output(
+            shlex.split(
+                line.replace("localhost:8000", address).replace("curl", "curl -sSf", 1)
+            ),
+            text=True,
+            timeout=60,
+        )
+        for line in typed
+    ]
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_answer_as_the_engine_here(
     name: str, tiny_bundle: Bundle, answers: dict[str, str]
@@ -110,6 +127,9 @@ def test_fastapi_service(tiny_bundle: Bundle, answers: dict[str, str]) -> None:
 
         with ThreadPoolExecutor() as clients:
             assert list(clients.map(ask, QUESTIONS)) == list(answers.values())
+        asked, models = follow_curls("fastapi_service", address)
+        assert asked == answers[QUESTIONS[0]]
+        assert tiny_bundle.path.name in models
         chat = {
             "model": tiny_bundle.path.name,
             "messages": [{"role": "user", "content": QUESTIONS[0]}],
@@ -125,6 +145,10 @@ def test_wsgi_service(tiny_bundle: Bundle, answers: dict[str, str]) -> None:
         with ThreadPoolExecutor() as clients:
             said = clients.map(lambda q: json.loads(post(address, q.encode())), QUESTIONS)
         assert [each["text"] for each in said] == list(answers.values())
+        assert (
+            answers[QUESTIONS[0]]
+            in json.loads(follow_curls("wsgi_service", address)[0])["text"]
+        )
         with pytest.raises(urllib.error.HTTPError, match="400") as refused:
             post(address, b"?" * 4096)
         assert "positions" in json.load(refused.value)["error"]
