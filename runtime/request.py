@@ -4,13 +4,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.bundle import MOST_TOP_LOGPROBS
 from dspark_trt.errors import RequestError
+
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_WHOLE = ("top_k", "max_new_tokens", "seed", "logprobs")
+_OPTIONAL = ("seed", "logprobs")
+_MOST = 1e30  # as good as infinite, and float32 holds sums of it
 
 # Given the output so far (tokens of this request, drafts under verification included), which tokens may
 # follow: bool [V]. Called once for every target row of the request.
@@ -37,6 +44,7 @@ class SamplingParams:
     logprobs: int | None = None  # log-probabilities of the tokens, and of so many alternatives
 
     def __post_init__(self) -> None:
+        self._require_types()
         self._require("temperature", self.temperature >= 0, "finite and at least 0")
         self._require("top_k", self.top_k >= 0, "at least 0 (0: off)")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -49,15 +57,29 @@ class SamplingParams:
             raise RequestError(
                 f"logprobs must be between 0 and {MOST_TOP_LOGPROBS}, got {self.logprobs}"
             )
+        if self.seed is not None and self.seed < 0:
+            raise RequestError(f"seed must be at least 0, got {self.seed}")
         if any(not text for text in self.stop):
             raise RequestError("a stop string is empty")
         for token, bias in self.logit_bias:
-            if token < 0 or not isfinite(bias):
+            if token < 0 or not _is_usable(bias):
                 raise RequestError(f"logit_bias of token {token} must be finite, got {bias}")
+
+    def _require_types(self) -> None:
+        """What is no number would fail in the middle of a round, and with it every other request."""
+        for name in _NUMBERS:
+            if not isinstance(value := getattr(self, name), Real):
+                raise RequestError(f"{name} must be a number, got {value!r}")
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if not isinstance(value, Integral) and (value is not None or name not in _OPTIONAL):
+                raise RequestError(f"{name} must be a whole number, got {value!r}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop must be a sequence of strings, got {self.stop!r}")
 
     def _require(self, name: str, is_fine: bool, expected: str) -> None:
         value = getattr(self, name)
-        if not (isfinite(value) and is_fine):
+        if not (is_fine and (name in _WHOLE or _is_usable(value))):
             raise RequestError(f"{name} must be {expected}, got {value}")
 
     @property
@@ -70,6 +92,10 @@ class SamplingParams:
             or self.logit_bias
             or self.logprobs is not None
         )
+
+
+def _is_usable(value: float) -> bool:
+    return abs(value) <= _MOST  # not so of NaN
 
 
 class FinishReason(StrEnum):
@@ -167,8 +193,15 @@ class Request:
     timeout_s: float | None = None  # from submission to the last token
 
     def __post_init__(self) -> None:
-        if not self.prompt_ids:
+        if not len(self.prompt_ids):
             raise RequestError("the prompt is empty: at least one token is needed")
+        strange = [
+            kind for kind in {*map(type, self.prompt_ids)} if not issubclass(kind, Integral)
+        ]
+        if strange:
+            raise RequestError(f"prompt_ids must be whole numbers, got a {strange[0].__name__}")
+        if not isinstance(self.priority, Integral):
+            raise RequestError(f"priority must be a whole number, got {self.priority!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise RequestError(f"timeout_s must be above 0, got {self.timeout_s}")
 

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -260,3 +261,30 @@ def test_refusals(engine: Engine) -> None:
     ):
         request([5], temperature=math.nan)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"max_new_tokens": 1.5}, r"max_new_tokens must be a whole number, got 1\.5"),
+        ({"max_new_tokens": None}, "max_new_tokens must be a whole number, got None"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 0.5}, r"seed must be a whole number, got 0\.5"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"temperature": 1e308}, "temperature must be finite"),
+        ({"logit_bias": ((5, 1e308),)}, "logit_bias of token 5 must be finite"),
+        ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
+    ],
+)
+def test_what_would_fail_amid_a_round_is_refused(params: dict[str, Any], text: str) -> None:
+    """A length of 1.5 tokens used to stop the engine, and every other request with it."""
+    with pytest.raises(RequestError, match=text):
+        SamplingParams(**params)
+
+
+def test_prompts_of_other_types() -> None:
+    with pytest.raises(RequestError, match="prompt_ids must be whole numbers, got a float"):
+        Request(prompt_ids=(1, 2.5))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"priority must be a whole number, got '1'"):
+        Request(prompt_ids=(1,), priority="1")  # type: ignore[arg-type]
+    assert len(Request(prompt_ids=np.arange(1, 4)).prompt_ids) == 3  # type: ignore[arg-type]
