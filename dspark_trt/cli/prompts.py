@@ -16,13 +16,13 @@ PROMPTS_HELP = 'One prompt a line, or JSON lines with "prompt" or "prompt_ids", 
 
 
 def numbered_lines(file: Path) -> list[tuple[int, str]]:
-    """Lines that are not blank, counted from 1.
+    """Lines that are not blank, counted from 1; ended by line feeds alone, as JSON lines are.
 
     Raises:
         RequestError: the file cannot be read.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"prompts file {file} cannot be read: {error}") from error
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -36,7 +36,7 @@ def read_record(file: Path, number: int, line: str) -> tuple[str | list[int], st
     """
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{file}:{number} is no JSON: {error}") from error
     if not isinstance(record, dict):
         raise RequestError(f"{file}:{number} is no JSON object")
@@ -44,7 +44,7 @@ def read_record(file: Path, number: int, line: str) -> tuple[str | list[int], st
     if isinstance(text := record.get("prompt"), str) and text.strip():
         return text, domain
     ids = record.get("prompt_ids")
-    if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
+    if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
         return ids, domain
     raise RequestError(
         f'{file}:{number} has neither "prompt" (text) nor "prompt_ids" (numbers)'

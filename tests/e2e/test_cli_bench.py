@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.cli.prompts import encode_prompt, read_prompts
+from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_line, read_prompts
+from dspark_trt.errors import RequestError
 from dspark_trt.runtime.text import TextCodec
 from tests.command_line import dspark
 
@@ -64,3 +65,18 @@ def test_prompts_are_lines_of_text_or_of_json(tiny_bundle: Bundle, tmp_path: Pat
     file.write_text('What?\n\n{"prompt": "What?", "domain": "math"}\n{"prompt_ids": [1, 5]}\n')
     what = encode_prompt(TextCodec(tiny_bundle), "What?")
     assert read_prompts(tiny_bundle, file) == [(what, "all"), (what, "math"), ((1, 5), "all")]
+
+
+def test_lines_end_at_line_feeds_and_marks_are_no_text(tmp_path: Path) -> None:
+    """JSON may hold U+2028 as it is, and Windows begins a file with a mark, and ends lines with two."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\nc\x0cd\n'.encode())
+    lines = numbered_lines(file)
+    assert lines == [(1, '{"prompt": "a\u2028b"}'), (3, "c\x0cd")]
+    assert read_line(file, *lines[0]) == ("a\u2028b", "all")
+
+
+@pytest.mark.parametrize("line", ['{"prompt_ids": [1, true]}', '{"a":' + "[" * 100_000])
+def test_records_that_hold_no_prompt(tmp_path: Path, line: str) -> None:
+    with pytest.raises(RequestError, match=r"x\.jsonl:3 (has neither|is no JSON)"):
+        read_line(tmp_path / "x.jsonl", 3, line)
