@@ -2,6 +2,7 @@
 """Command line: one command a file; upper layers are imported inside the command functions."""
 
 import sys
+from typing import NoReturn
 
 import typer
 from rich.markup import escape
@@ -54,9 +55,16 @@ def main() -> None:
     try:
         build_app()()
     except DSparkError as error:
-        err_console.print(
-            f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True
+        _refuse(str(error))
+    except MemoryError as error:
+        _refuse(
+            f"not enough memory{f' ({error})' if str(error) else ''}: take fewer requests at a time "
+            "(--max-batch), a smaller model or a larger machine"
         )
-        sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+
+
+def _refuse(text: str) -> NoReturn:
+    err_console.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    sys.exit(2)

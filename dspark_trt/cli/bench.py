@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Compare schedulers by tokens/s, accepted length and time by part, all in one run."""
     from dspark_trt.bundle import WEIGHTS, load_bundle
-    from dspark_trt.files import write_json
+    from dspark_trt.files import make_folder, new_file, write_json
     from dspark_trt.runtime.backends import open_backend
     from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.bench import BenchPlan, run_bench
@@ -65,6 +65,9 @@ def command(
         seed=seed,
     )
     asked = read_prompts(loaded, prompts)
+    for folder in (output, plots):
+        if folder is not None:
+            make_folder(folder)
     opened = open_backend(backend, loaded, BackendOptions(threads=threads, device=device))
     with err_console.status("measuring") as status:
         result = run_bench(
@@ -79,9 +82,9 @@ def command(
     report = bench_report(opened, asked, plan, result, limits)
     text = markdown(report)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         write_json(output / "bench.json", report)
-        (output / "bench.md").write_text(text, encoding="utf-8")
+        with new_file(output / "bench.md") as temporary:
+            temporary.write_text(text, encoding="utf-8")
     if plots is not None:
         from dspark_trt.runtime.bench_plots import plot_bench
 

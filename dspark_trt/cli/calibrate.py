@@ -52,6 +52,7 @@ def command(
     Needs no new export: engines read the file when they start.
     """
     from dspark_trt.bundle import CALIBRATION, load_bundle
+    from dspark_trt.files import make_folder, require_place
     from dspark_trt.runtime.calibration_fit import Method, fit_calibration
 
     if method not in set(Method):
@@ -59,6 +60,10 @@ def command(
     if bins < 2:
         raise RequestError(f"--bins must be at least 2, got {bins}")
     loaded = load_bundle(bundle, verify_hashes=False)
+    written = bundle / CALIBRATION
+    require_place(written)
+    if plots is not None:
+        make_folder(plots)
     rounds, estimator = _with_logits(
         loaded,
         _collect(loaded, prompts, temperature, backend, device)
@@ -68,7 +73,6 @@ def command(
     calibration = fit_calibration(rounds, method=Method(method), bins=bins)
     if estimator is not None:
         calibration = calibration.with_estimator(estimator)
-    written = bundle / CALIBRATION
     calibration.save(written)
     report = _report(calibration, rounds)
     if plots is not None:

@@ -52,6 +52,7 @@ def command(
     the scheduler. A bundle without a cost table gets a quick one, which is not kept.
     """
     from dspark_trt.bundle import load_bundle
+    from dspark_trt.files import require_place
     from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.comparison import ComparisonPlan, compare_drafters
 
@@ -62,6 +63,8 @@ def command(
     if most_prompts is not None and most_prompts < 1:
         raise RequestError(f"--most-prompts must be at least 1, got {most_prompts}")
     listed = read_prompts(loaded[0], prompts)
+    if plot is not None:
+        require_place(plot)
     if most_prompts is not None and most_prompts < len(listed):
         listed = [listed[index * len(listed) // most_prompts] for index in range(most_prompts)]
     with err_console.status("comparing") as status:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_line
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import RequestError
+from dspark_trt.files import require_place
 
 if TYPE_CHECKING:
     from dspark_trt.runtime.engine import Engine
@@ -54,9 +56,7 @@ def command(
         bool, typer.Option("--raw", help="Do not wrap prompts in the chat template.")
     ] = False,
     max_batch: Annotated[int, typer.Option(help="Prompts decoded at the same time.")] = 8,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; default: all usable.")
-    ] = None,
+    threads: Threads = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,
     scheduler: Annotated[
@@ -84,6 +84,8 @@ def command(
     from dspark_trt.runtime.text import TextCodec
     from dspark_trt.runtime.trace_recorder import TraceRecorder
 
+    if trace is not None:
+        require_place(trace)
     loaded = load_bundle(bundle)
     codec = TextCodec(loaded) if TextCodec.is_available(loaded) else None
     prompts = _prompts(codec, prompt or [], prompts_file, prompt_ids or [], raw)
@@ -199,7 +201,7 @@ def _print_answers(
     if len(requests) > 1:
         completions = engine.generate(requests)
         for (text, ids), done in zip(prompts, completions, strict=True):
-            console.print(f"[bold]> {text or list(ids)}", markup=True, highlight=False)
+            console.print(f"> {text or list(ids)}", style="bold", markup=False, highlight=False)
             writer = TokenWriter(console, codec, is_coloured=show)
             writer.write(done.token_ids, done.kinds)
             writer.end()
@@ -224,5 +226,9 @@ def _print_summary(completions: "list[Completion]", seconds: float) -> None:
         )
     for done in completions:
         if done.error:
-            err_console.print(f"[bold red]request {done.request_id} failed:[/] {done.error}")
+            err_console.print(
+                f"[bold red]request {done.request_id} failed:[/] {escape(done.error)}",
+                highlight=False,
+                soft_wrap=True,
+            )
     err_console.print(text, highlight=False)

@@ -55,7 +55,7 @@ def command(
     from dataclasses import replace
 
     from dspark_trt.bundle import COST_TABLE, load_bundle
-    from dspark_trt.files import write_json
+    from dspark_trt.files import require_place, write_json
     from dspark_trt.runtime.backends import open_backend
     from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.cost_table_formats import load_cost_table
@@ -71,6 +71,9 @@ def command(
         )
     loaded = load_bundle(bundle, verify_hashes=False)
     written = bundle / COST_TABLE
+    for file in (written, plot):
+        if file is not None:
+            require_place(file)
     if import_file is not None:
         costs: CostModel = load_cost_table(import_file).require_informative()
         report: dict[str, Any] = {"imported": str(import_file)}

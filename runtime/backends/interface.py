@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.bundle import Bundle
+from dspark_trt.errors import RequestError
 from dspark_trt.runtime.ragged import RaggedRows
 
 Floats = NDArray[np.float32]
@@ -200,6 +201,9 @@ class RunsRounds(Protocol):
         """Rounds on the caches of the models opened last for so many requests."""
 
 
+_MOST_THREADS = 256  # a process that asks for many more is ended by the system
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
     """`threads` None: chosen for the machine. `device` is "cpu", "cuda" or "cuda:N"; without one onnxruntime
@@ -212,6 +216,10 @@ class BackendOptions:
     max_graphs: int = (
         64  # captured CUDA graphs of each step; 0: none (TensorRT-RTX then captures its own)
     )
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and not 1 <= self.threads <= _MOST_THREADS:
+            raise RequestError(f"threads must lie in 1..{_MOST_THREADS}, got {self.threads}")
 
 
 class Backend(Protocol):

@@ -68,6 +68,17 @@ def test_traces_are_recorded_and_a_bundle_calibrated_from_its_own_answers(
         (("generate", "--prompt-ids=1", "--scheduler=best"), "scheduler 'best' is unknown"),
         (("profile", "--max-requests=0"), "must be positive, got 0"),
         (("profile", "--export-format=csv"), "--export-format 'csv' is unknown"),
+        (("generate", "--prompt-ids=1", "--scheduler=fixed:-1"), "fixed:-1: expected a length"),
+        (("generate", "--prompt-ids=1", "--threads=0"), "threads must lie in 1..256, got 0"),
+        (
+            ("generate", "--prompt-ids=1", "--trace=no/x.npz"),
+            "no/x.npz: there is no folder no.",
+        ),
+        (("generate", "--prompt-ids=1", f"--max-batch={10**13}"), "error: not enough memory ("),
+        (("profile", "--plot=/"), "cannot write /: it is a folder"),
+        (("compare", "--plot=no/x.png"), "cannot write no/x.png: there is no folder no."),
+        (("bench", "--output=/dev/null/x"), "cannot make the folder /dev/null/x: Not a dir"),
+        (("calibrate", "--plots=/dev/null/x"), "cannot make the folder /dev/null/x: Not a dir"),
     ],
 )
 def test_bad_flags_are_refused(bundle: Path, arguments: tuple[str, ...], sentence: str) -> None:
