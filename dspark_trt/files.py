@@ -121,4 +121,7 @@ def _exchange(new: Path, path: Path) -> None:
     except BaseException:
         old.rename(path)
         raise
-    shutil.rmtree(old)
+    if old.is_symlink():
+        old.unlink()  # the folder it led to is somebody else's
+    else:
+        shutil.rmtree(old)

@@ -138,7 +138,7 @@ def _slots(
         raise fields.error(
             f"gamma {gamma} was asked for, but {block.where} is {block.value}: this checkpoint "
             f"proposes 1 to {trained} tokens",
-            None if overrides.gamma else "block_size",
+            None if overrides.gamma is not None else "block_size",
         )
     if gamma < trained:
         notes.warn(

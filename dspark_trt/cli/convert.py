@@ -17,6 +17,7 @@ from dspark_trt.cli.reading import (
     Settings,
     TargetLayerIds,
     overrides_from_flags,
+    require_target,
 )
 
 
@@ -58,6 +59,7 @@ def command(
         settings=settings,
         revision=revision,
     )
+    require_target(overrides, target)
     draft = read_draft(checkpoint, overrides=overrides)
     served = None if target is None else read_target(target, settings=overrides.target_settings)
     written = convert_draft(

@@ -20,6 +20,7 @@ from dspark_trt.cli.reading import (
     Settings,
     TargetLayerIds,
     overrides_from_flags,
+    require_target,
 )
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def command(
         gamma=gamma,
         revision=draft_revision,
     )
+    require_target(overrides, target)
     drafter = read_draft(draft, overrides=overrides)
     if target is not None:
         from dspark_trt.export.graph_as_target import refuse_graph_as_target

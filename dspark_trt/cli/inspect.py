@@ -2,7 +2,7 @@
 """``dspark-trt inspect``: what a checkpoint is, and why it is read so."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from dspark_trt.cli.reading import (
     Settings,
     TargetLayerIds,
     overrides_from_flags,
+    require_target,
 )
 from dspark_trt.config import DecoderConfig
 from dspark_trt.errors import CheckpointError
@@ -109,9 +110,16 @@ def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> R
         return _engine_report(path)
     checkpoint = read_checkpoint(source, overrides=overrides)
     if isinstance(checkpoint, DraftCheckpoint):
+        require_target(overrides, target)
         return _draft_report(checkpoint, target, overrides)
     if target is not None:
         raise CheckpointError(f"{source} is a target; --target goes with a drafter")
+    stated = replace(overrides, target_settings={}, revision=None)
+    if stated != DraftOverrides():
+        raise CheckpointError(
+            f"{source} is a target; what states settings of a drafter changes nothing here "
+            "(its own settings: --set target.KEY=VALUE)"
+        )
     return _target_report(checkpoint)
 
 

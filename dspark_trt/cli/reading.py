@@ -11,6 +11,13 @@ from dspark_trt.config import SlotSemantics
 from dspark_trt.errors import CheckpointError
 
 _TARGET = "target."
+_SAME = {  # flag -> the settings of config.json that it stands for
+    "--mask-token-id": ("mask_token_id", "noise_token_id"),
+    "--target-layer-ids": (
+        "target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids",
+    ),
+    "--sample-from-anchor": ("sample_from_anchor", "shift_label"),
+}  # fmt: skip
 
 SampleFromAnchor = Annotated[
     bool | None,
@@ -64,6 +71,15 @@ def overrides_from_flags(
     Raises:
         CheckpointError: one cannot be read.
     """
+    stated = [*map(_setting, settings or ())]
+    _refuse_twice(
+        [key for key, _ in stated],
+        {
+            "--mask-token-id": mask_token_id,
+            "--target-layer-ids": target_layer_ids,
+            "--sample-from-anchor": sample_from_anchor,
+        },
+    )
     semantics = None
     if sample_from_anchor is not None:
         semantics = SlotSemantics.ANCHOR_FIRST if sample_from_anchor else SlotSemantics.IN_PLACE
@@ -72,16 +88,37 @@ def overrides_from_flags(
         mask_token_id=mask_token_id,
         target_layer_ids=None if target_layer_ids is None else _layers(target_layer_ids),
         gamma=gamma,
-        settings=_settings(settings, of_target=False),
-        target_settings=_settings(settings, of_target=True),
+        settings=_settings(stated, of_target=False),
+        target_settings=_settings(stated, of_target=True),
         revision=revision,
     )
 
 
-def _settings(settings: list[str] | None, *, of_target: bool) -> dict[str, Any]:
+def require_target(overrides: DraftOverrides, target: str | None) -> None:
+    """Refuse settings of a target that is not read.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    if target is None and overrides.target_settings:
+        names = ", ".join(_TARGET + key for key in overrides.target_settings)
+        raise CheckpointError(f"--set {names}: no target is read; give it with --target")
+
+
+def _refuse_twice(keys: list[str], flags: dict[str, Any]) -> None:
+    """One setting stated by two flags: one would be dropped in silence."""
+    for key in keys:
+        if keys.count(key) > 1:
+            raise CheckpointError(f"--set {key} is given {keys.count(key)} times: leave one")
+        for flag, value in flags.items():
+            if value is not None and key in _SAME[flag]:
+                raise CheckpointError(f"{flag} and --set {key} state the same: leave one out")
+
+
+def _settings(stated: list[tuple[str, Any]], *, of_target: bool) -> dict[str, Any]:
     return {
         key.removeprefix(_TARGET): value
-        for key, value in map(_setting, settings or ())
+        for key, value in stated
         if key.startswith(_TARGET) == of_target
     }
 

@@ -136,3 +136,14 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         write(ValueError("mine"))
     assert json.loads((tmp_path / "costs.json").read_text()) == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
+
+
+def test_a_link_is_replaced_not_the_folder_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "file").write_text("old")
+    (tmp_path / "current").symlink_to("v1")
+    with new_directory(tmp_path / "current", replace=True) as folder:
+        (folder / "file").write_text("new")
+    assert (tmp_path / "current" / "file").read_text() == "new"
+    assert (tmp_path / "v1" / "file").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]

@@ -114,3 +114,32 @@ def test_what_is_printed_stands_as_it_is() -> None:
     ran = dspark("inspect", "no:-1:folder")
     assert ran.code == 2
     assert "no:-1:folder: no such folder" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--set", "markov_rank=16", "--set", "markov_rank=8"), "markov_rank is given 2 times"),
+        (("--set", "target_layer_ids=[0,1]", "--target-layer-ids", "0,2"),
+         "--target-layer-ids and --set target_layer_ids state the same"),
+        (("--set", "target.rope_theta=5",), "--set target.rope_theta: no target is read"),
+    ],
+)  # fmt: skip
+def test_flags_that_would_be_dropped_in_silence(
+    tmp_path: Path, flags: tuple[str, ...], text: str
+) -> None:
+    ran = dspark("inspect", write_draft(tmp_path / "draft"), *flags)
+    assert (ran.code, text in ran.stderr) == (2, True), ran.stderr
+
+
+@pytest.mark.parametrize(
+    "flags", [("--gamma", "2"), ("--set", "rope_theta=5"), ("--mask-token-id", "2")]
+)
+def test_flags_of_drafters_are_refused_for_targets(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    target = write_target(tmp_path / "target")
+    ran = dspark("inspect", target, *flags)
+    assert ran.code == 2
+    assert "is a target; what states settings of a drafter" in ran.stderr
+    assert dspark("inspect", target, "--set", "target.rope_theta=5").code == 0
