@@ -46,14 +46,14 @@ class EngineOptions:
 
     max_batch: int = 8  # requests decoded at the same time
     max_tokens_per_step: int = 512  # target rows a step, prompts and drafts together
-    max_waiting: int = 1024
+    max_waiting: int = 1024  # beyond them QueueFullError
     max_cached_tokens: int | None = None  # positions of all active requests together
-    prefix_cache_bytes: int = 0  # 0: no prefix cache
+    prefix_cache_bytes: int = 0  # for beginnings of prompts; 0: none are kept
     strict_margin: float = (
         0.0  # greedy: best two logits this close are decided by one row alone
     )
-    drafter_trained_tokens: int | None = None  # warn beyond it
-    drafter_rebase_tokens: int | None = None  # see DrafterWindow
+    drafter_trained_tokens: int | None = None  # warn where a context grows beyond it
+    drafter_rebase_tokens: int | None = None  # the drafter sees so many latest rows, moved to 0
     launch_rounds: bool = (
         True  # where the backend can; False: the host reads drafts in every round
     )

@@ -145,6 +145,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert [name for name in root.commands if f'id="{name}"' not in command_line] == []
     python = (tmp_path / "reference" / "api.html").read_text()
     assert 'id="dspark_trt.runtime.engine.Engine.submit"' in python
+    for field in ("engine.EngineOptions.max_batch", "request.SamplingParams.seed"):
+        assert f'id="dspark_trt.runtime.{field}"' in python, "the comment behind it is shown"
     diagrams = (tmp_path / "concepts.html").read_text().count('<pre class="mermaid">')
     assert diagrams == (ROOT / "docs" / "concepts.md").read_text().count("```mermaid") == 4
     assert "ThreadPoolExecutor" in (tmp_path / "embedding" / "in-process.html").read_text()

