@@ -32,11 +32,13 @@ PUBLISHED: dict[str, Config] = json.loads(
 _PLACES = ("dflash_config", "dspark_config")  # where some formats keep the block's settings
 
 
-def shallow(name: str) -> Config:
-    """A published configuration with one layer; of DeepSeek-V4, whose experts are most of a layer, with 32."""
+def shallow(name: str, experts: int = 32) -> Config:
+    """A published configuration with one layer; where it has experts, which are most of a layer, with so many
+    (at least those that a token takes).
+    """
     config = PUBLISHED[name]
     return config | (
-        {"n_routed_experts": 32} if "hc_mult" in config else {"num_hidden_layers": 1}
+        {"n_routed_experts": experts} if "hc_mult" in config else {"num_hidden_layers": 1}
     )
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds, peak memory and bytes of exporting and building each published drafter, one layer deep.
 
-    python benchmarks/published_configs.py [NAME ...] [--folder DIR] [--dtype bfloat16]
+    python benchmarks/published_configs.py [NAME ...] [--folder DIR] [--dtype bfloat16] [--experts N]
 
 `published_configs.json` has what the configurations of released drafters say; widths, vocabularies, taps and
-blocks are theirs, only the depth is 1 (and DeepSeek-V4's experts are 32). For each, one after another: random weights are written, exported, and
-built into TensorRT-RTX engines on the CPU, by the command line in processes of their own; then all of it is
-removed (about 20 GB at a time for the widest). The last line is JSON; exit code 1 if any could not be built.
+blocks are theirs, only the depth is 1, and experts are 32 unless --experts says another number: building takes
+about 0.17 GB of memory for each. For each, one after another: random weights are written, exported, and built
+into TensorRT-RTX engines on the CPU, by the command line in processes of their own; then all of it is removed
+(about 20 GB at a time for the widest). The last line is JSON; exit code 1 if any could not be built.
 """
 
 import argparse
@@ -58,14 +59,15 @@ def run(*arguments: str) -> Ran:
     return Ran(json.loads(text), seconds, usage.ru_maxrss * 1024)
 
 
-def measure(name: str, dtype: str, parent: Path | None) -> dict[str, Any]:
+def measure(name: str, dtype: str, experts: int, parent: Path | None) -> dict[str, Any]:
     """Export and build one configuration."""
-    config = shallow(name)
+    config = shallow(name, experts)
     row: dict[str, Any] = {"name": name, "hidden": config["hidden_size"], "dtype": dtype}
     row |= {
         "vocab": config["vocab_size"],
         "heads": _heads(config),
         "block": _block(config),
+        "experts": config.get("n_routed_experts"),
     }
     work = Path(tempfile.mkdtemp(prefix="published-", dir=parent))
     try:
@@ -90,6 +92,16 @@ def measure(name: str, dtype: str, parent: Path | None) -> dict[str, Any]:
     return row
 
 
+def check_experts(parser: argparse.ArgumentParser, name: str, experts: int) -> None:
+    """End with a sentence where a configuration cannot have so many experts."""
+    config = PUBLISHED[name]
+    if "n_routed_experts" not in config:
+        return
+    fewest, most = config["num_experts_per_tok"], config["n_routed_experts"]
+    if not fewest <= experts <= most:
+        parser.error(f"--experts {experts}: {name} has {most} and a token takes {fewest}")
+
+
 def _block(config: dict[str, Any]) -> int:
     size: int = config["dspark_block_size" if "hc_mult" in config else "block_size"]
     return size
@@ -103,7 +115,7 @@ def _heads(config: dict[str, Any]) -> str:
 
 def show(row: dict[str, Any]) -> str:
     """One line of the table."""
-    start = f"{row['name']:17} {row['hidden']:6} {row['vocab']:7} {row['heads']:>9} {row['block']:5}"
+    start = f"{row['name']:17} {row['hidden']:6} {row['vocab']:7} {row['heads']:>9} {row['block']:5} {row['experts'] or '':>7}"
     if "error" in row:
         return f"{start}  {row['error']}"
     gigabytes = (
@@ -126,16 +138,19 @@ def main() -> int:
         "--folder", type=Path, help="where to write; default: the temporary folder"
     )
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--experts", type=int, default=32, help="of a layer that has any")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - PUBLISHED.keys()):
         parser.error(f"no configuration {', '.join(unknown)} among {', '.join(PUBLISHED)}")
+    for name in arguments.names or PUBLISHED:
+        check_experts(parser, name, arguments.experts)
     print(
-        f"{'':17} {'hidden':>6} {'vocab':>7} {'heads':>9} block {'weights':>8} {'bundle':>8} "
+        f"{'':17} {'hidden':>6} {'vocab':>7} {'heads':>9} block experts {'weights':>8} {'bundle':>8} "
         f"{'export s':>8} {'peak':>8} {'engines':>8} {'build s':>8} {'peak':>8}   (GB)"
     )
     rows = []
     for name in arguments.names or PUBLISHED:
-        rows.append(measure(name, arguments.dtype, arguments.folder))
+        rows.append(measure(name, arguments.dtype, arguments.experts, arguments.folder))
         print(show(rows[-1]), flush=True)
     print(json.dumps(rows))
     return int(any("error" in row for row in rows))
