@@ -2,7 +2,8 @@
 """A real Triton Inference Server, from the wheel of nvidia-pytriton, over a repository of `triton-repo`.
 
 That server (2.51) is built for NumPy 1 and has the Python backend alone: it runs in an environment with an
-older NumPy, and loads parts up to the missing backend; test_triton_repository.py reads their configurations.
+older NumPy, and loads parts up to the missing backend, some of them with a stand-in for it;
+test_triton_repository.py holds their configurations against the graphs.
 """
 
 import os
@@ -319,7 +320,7 @@ def test_the_engine_alone_is_loaded(server: Server) -> None:
 def test_parts_are_read_up_to_the_missing_backend(
     installation: Installation, repository: Path, tiny_bundle: Bundle
 ) -> None:
-    """Everything that the server itself checks of a configuration comes before."""
+    """Fields and names are checked before it looks for one."""
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
 
@@ -337,3 +338,78 @@ def test_parts_are_read_up_to_the_missing_backend(
                 match="unable to find backend library for backend 'onnxruntime'",
             ):
                 client.load_model(name)
+
+
+STAND_IN = """
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as server
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        path = Path(args["model_repository"]) / args["model_version"] / "model.onnx"
+        path = path / "model.onnx" if path.is_dir() else path
+        self.session = onnxruntime.InferenceSession(path)
+
+    def execute(self, requests):
+        return [self.answer(each) for each in requests]
+
+    def answer(self, request):
+        given = {each.name(): each.as_numpy() for each in request.inputs()}
+        outputs = self.session.run(None, given)
+        names = [each.name for each in self.session.get_outputs()]
+        return server.InferenceResponse([*map(server.Tensor, names, outputs)])
+"""
+
+
+def test_parts_get_from_the_server_what_their_graphs_take(
+    installation: Installation, repository: Path, tmp_path: Path
+) -> None:
+    """The server's own checks and shapes, batches among them, before a stand-in for the missing backend."""
+    import onnxruntime as ort
+    from tritonclient.grpc import InferenceServerClient
+
+    random = np.random.default_rng(0)
+    logits = random.standard_normal((3, 2048), np.float32)
+    requests = {  # as a client sends them, and as the graph takes them
+        "tiny_sequential_head": (
+            {"base_logits": logits, "previous_ids": np.array([[5], [6], [7]])},
+            {"previous_ids": np.array([5, 6, 7])},
+        ),
+        "tiny_confidence_head": (
+            {
+                "hidden": random.standard_normal((2, 7, 128), np.float32),
+                "previous_ids": np.arange(14).reshape(2, 7),
+            },
+            {},
+        ),
+        "tiny_verify_greedy": (
+            {
+                "target_logits": logits,
+                "offsets": np.array([0, 1, 3]),
+                "draft_tokens": np.full((2, 7), logits[1].argmax()),
+            },
+            {},
+        ),
+    }
+    for name in requests:
+        shutil.copytree(repository / "tiny" / "parts" / name, tmp_path / name)
+        config = tmp_path / name / "config.pbtxt"
+        text = config.read_text()
+        assert 'platform: "onnxruntime_onnx"' in text
+        config.write_text(text.replace('platform: "onnxruntime_onnx"', 'backend: "python"'))
+        (tmp_path / name / "1" / "model.py").write_text(STAND_IN)
+    with (
+        installation.serving("--model-repository", str(tmp_path)) as server,
+        InferenceServerClient(server.grpc) as client,
+    ):
+        for name, (sent, taken) in requests.items():
+            found = client.infer(name, [tensor(key, value) for key, value in sent.items()])
+            graph = tmp_path / name / "1" / "model.onnx"
+            session = ort.InferenceSession(graph / "model.onnx" if graph.is_dir() else graph)
+            names = [each.name for each in session.get_outputs()]
+            for key, expected in zip(names, session.run(names, sent | taken), strict=True):
+                np.testing.assert_array_equal(found.as_numpy(key), expected, err_msg=name)
