@@ -15,7 +15,7 @@ PAGE = "reference/cli.md"
 INTRODUCTION = """# Command line
 
 Exit codes: 0 done, 1 a check failed, 2 bad input, with one sentence on stderr. With `--json` stdout carries
-one document and nothing else.
+one document and nothing else. `dspark-trt --version` prints the version.
 """
 
 
@@ -64,5 +64,7 @@ def _text(parameter: Any) -> str:
 def _default(option: Any) -> str:
     if option.required:
         return "required"
+    if option.secondary_opts and isinstance(option.default, bool):
+        return f"`{(option.opts if option.default else option.secondary_opts)[0]}`"
     is_shown = option.default is not None and option.show_default and not option.is_flag
     return f"`{option.default}`" if is_shown else ""

@@ -2,11 +2,12 @@
 """Command line: one command a file; upper layers are imported inside the command functions."""
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
 
+from dspark_trt import __version__
 from dspark_trt.cli.output import err_console
 from dspark_trt.errors import DSparkError
 
@@ -46,7 +47,20 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _root() -> None:
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dspark-trt {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
     """Deploy DSpark speculative decoding: export, check, run."""
 
 

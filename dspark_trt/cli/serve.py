@@ -70,7 +70,7 @@ def command(
         bool,
         typer.Option(
             "--access-log/--no-access-log",
-            help="One JSON line a request on stderr; on by default.",
+            help="One JSON line a request on stderr.",
         ),
     ] = True,
     log_prompts: Annotated[

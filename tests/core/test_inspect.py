@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dspark_trt import __version__
 from dspark_trt.checkpoint import read_draft
 from dspark_trt.cli import build_app
 from dspark_trt.errors import CheckpointError
@@ -143,3 +144,7 @@ def test_flags_of_drafters_are_refused_for_targets(
     assert ran.code == 2
     assert "is a target; what states settings of a drafter" in ran.stderr
     assert dspark("inspect", target, "--set", "target.rope_theta=5").code == 0
+
+
+def test_the_version_is_told() -> None:
+    assert dspark("--version") == (0, f"dspark-trt {__version__}\n", "")
