@@ -5,7 +5,7 @@
 
 `published_configs.json` has what the configurations of released drafters say; widths, vocabularies, taps and
 blocks are theirs, only the depth is 1, and experts are 32 unless --experts says another number: building takes
-about 0.17 GB of memory for each. For each, one after another: random weights are written, exported, and built
+0.13 GB of memory for each. For each, one after another: random weights are written, exported, and built
 into TensorRT-RTX engines on the CPU, by the command line in processes of their own; then all of it is removed
 (about 20 GB at a time for the widest). The last line is JSON; exit code 1 if any could not be built.
 """
