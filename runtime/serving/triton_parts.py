@@ -151,15 +151,18 @@ def _refusal(engines: EngineSet) -> str | None:
 
 
 def _of_one_version(found: Sequence[EngineSet], version: str | None) -> list[EngineSet]:
-    sets = [each for each in found if version in (None, each.version)]
-    versions = sorted({each.version for each in (sets or found)})
-    if versions and (len(versions) > 1 or not sets):
-        asked = "A server has one" if version is None else f"None is {version}"
+    versions = sorted({each.version for each in found})
+    if version is None and len(versions) > 1:
         raise RequestError(
-            f"the bundle's engines were built by TensorRT {', '.join(versions)}. {asked}: "
+            f"the bundle's engines were built by TensorRT {', '.join(versions)}. A server has one: "
             "say which with --tensorrt-version"
         )
-    return sets
+    if version is not None and version not in versions:
+        raise RequestError(
+            f"the bundle has no engines of TensorRT {version}, only of: {', '.join(versions) or 'none'}. "
+            "Build them with: dspark-trt build BUNDLE --backend tensorrt"
+        )
+    return [each for each in found if version in (None, each.version)]
 
 
 def _is_batched(contract: GraphBindings) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.request import Request
@@ -188,6 +189,7 @@ def tensor(name: str, value: Any) -> Any:
 
 
 Answers = dict[str, list[Any]]
+Arrays = dict[str, NDArray[Any]]
 
 
 def streamed(server: Server, requests: Sequence[Sequence[Any]]) -> Answers:
@@ -374,7 +376,8 @@ def test_parts_get_from_the_server_what_their_graphs_take(
 
     random = np.random.default_rng(0)
     logits = random.standard_normal((3, 2048), np.float32)
-    requests = {  # as a client sends them, and as the graph takes them
+    # As a client sends them, and where the graph takes something else.
+    requests: dict[str, tuple[Arrays, Arrays]] = {
         "tiny_sequential_head": (
             {"base_logits": logits, "previous_ids": np.array([[5], [6], [7]])},
             {"previous_ids": np.array([5, 6, 7])},
