@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles of the trained fixtures, exported once per test run and shared by all workers."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -88,6 +89,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.usefixtures("required_hardware"))
                 else:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not go through it again and again during exports."""
+    gc.freeze()
 
 
 @pytest.fixture
