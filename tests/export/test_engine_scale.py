@@ -24,4 +24,6 @@ def test_a_drafter_of_released_size_builds_in_a_minute_and_three_times_its_weigh
     assert report["weight_bytes"] > 2.7e9
     assert report["cpu_seconds"] <= 60
     assert report["peak_over_weights"] <= 3
+    stored = {engine["graph"]: engine["bytes"] for engine in report["engines"]}
+    assert stored["draft"] > 0.95 * report["weight_bytes"]
     assert not any(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters as wide as the published ones, one layer deep: read from files of full size, some also traced, one
-built into an engine (`benchmarks/published_configs.py` builds all).
+"""Drafters as wide as the published ones, one layer deep: read from files of full size, some also traced
+(`benchmarks/published_configs.py` builds all; tests/export/test_engine_scale.py builds one of full depth).
 
 Weights are holes in files and memory that nobody touches, so that reading and tracing cost nothing.
 """
@@ -16,8 +16,6 @@ import torch
 
 from dspark_trt.checkpoint import DraftCheckpoint, read_draft
 from dspark_trt.config import GemmaConfig, SlotSemantics
-from dspark_trt.export import bundle_from_checkpoints
-from dspark_trt.export.engines.build import BuildOptions, build_engines, plan_build
 from dspark_trt.export.functions import add_dspark_functions
 from dspark_trt.export.graphs import draft_graphs
 from dspark_trt.export.onnx_from_module import onnx_from_module
@@ -115,30 +113,3 @@ def test_published_widths_are_traced(tmp_path: Path, name: str, scale: ModuleTyp
     assert found >= {"Gelu", "Tanh"} or name != "gemma4-12b"
     # Shapes that depend on data cannot be built (docs/engines.md).
     assert not found & {"NonZero", "Loop", "If"}
-
-
-@pytest.mark.slow
-@pytest.mark.trt
-def test_the_smallest_is_built(
-    tmp_path: Path, scale: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gigabyte of weights (holes are alike: embedding and head are stored once); building holds about
-    twice as much.
-    """
-    only = {"draft"}  # the other graphs hold the same weights and cost half the time
-    monkeypatch.setattr(
-        bundle_from_checkpoints,
-        "draft_graphs",
-        lambda *drafter: [graph for graph in draft_graphs(*drafter) if graph.name in only],
-    )
-    draft = read(tmp_path, "qwen3-4b", scale)
-    bundle = bundle_from_checkpoints.export_bundle(
-        draft, None, tmp_path / "bundle", dtype="float16"
-    )
-    stored = bundle.files["weights.bin"].size_bytes
-    assert stored > 1e9
-    options = BuildOptions(backend="tensorrt-rtx", graphs=("draft",), max_batch=1)
-    record = build_engines(plan_build(bundle, options)).engines["draft"]
-    assert record.size_bytes > 0.95 * stored
-    assert record.peak_bytes is not None
-    assert record.peak_bytes < 3 * stored
