@@ -32,7 +32,7 @@ def command(
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens a request in every turn.")] = 12,
     repeats: Annotated[int, typer.Option(help="Turns of each; medians are reported.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of sampling and of the order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling and of the order.")] = 0,
     threads: Threads = None,
     backend: BackendName = "onnxruntime",
     device: DeviceName = None,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dspark_trt.runtime.calibration import Calibration
     from dspark_trt.runtime.traces import Traces
 
+_MOST_BINS = 1000
 _SWEEP = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -57,8 +58,8 @@ def command(
 
     if method not in set(Method):
         raise RequestError(f"--method {method!r} is unknown; expected {', '.join(Method)}")
-    if bins < 2:
-        raise RequestError(f"--bins must be at least 2, got {bins}")
+    if not 2 <= bins <= _MOST_BINS:
+        raise RequestError(f"--bins must lie in 2..{_MOST_BINS}, got {bins}")
     loaded = load_bundle(bundle, verify_hashes=False)
     written = bundle / CALIBRATION
     require_place(written)

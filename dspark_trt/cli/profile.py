@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dspark-trt profile`: what a round costs on this machine, and what drafting has to return here."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,9 +66,9 @@ def command(
         raise RequestError(
             f"--export-format {export_format!r} is unknown; expected one of {', '.join(_EXPORTS)}"
         )
-    if max_requests < 1 or not seconds > 0:
+    if max_requests < 1 or not 0 < seconds < math.inf:
         raise RequestError(
-            f"--max-requests and --seconds must be positive, got {max_requests}, {seconds}"
+            f"--max-requests and --seconds must be positive and finite, got {max_requests}, {seconds}"
         )
     loaded = load_bundle(bundle, verify_hashes=False)
     written = bundle / COST_TABLE

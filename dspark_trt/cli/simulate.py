@@ -83,7 +83,9 @@ def command(
             help="With --sla: concurrent requests to serve in all.", show_default=False
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of lengths, arrivals and outcomes.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of lengths, arrivals and outcomes.")
+    ] = 0,
     plots: Annotated[
         Path | None, typer.Option(help="Folder for PNG figures.", show_default=False)
     ] = None,
