@@ -72,6 +72,9 @@ def standard_policies(
     }
 
 
+_MOST_SLOTS = 1_000_000  # of one simulated engine
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """How requests come: ``slots`` in a closed loop, or ``arrivals_per_second`` into that many."""
@@ -82,14 +85,15 @@ class Load:
     prompt_tokens: float = 512.0  # mean of a geometric distribution
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise RequestError(f"a load needs at least one slot, got {self.slots}")
+        if not 1 <= self.slots <= _MOST_SLOTS:
+            raise RequestError(f"a load needs 1 to {_MOST_SLOTS} slots, got {self.slots}")
         if self.arrivals_per_second is not None and not self.arrivals_per_second > 0:
             raise RequestError(
                 f"arrivals_per_second must be positive, got {self.arrivals_per_second}"
             )
-        if self.output_tokens < 1 or self.prompt_tokens < 1:
-            raise RequestError("output_tokens and prompt_tokens must be at least 1")
+        for name in ("output_tokens", "prompt_tokens"):
+            if not 1 <= (mean := getattr(self, name)) < np.inf:
+                raise RequestError(f"{name} must be at least 1 and finite, got {mean}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +160,13 @@ def simulate(
     rounds: int = 100_000,
     seed: int = 0,
 ) -> Outcome:
-    """Run until ``rounds`` request rounds have passed. Deterministic for a seed."""
+    """Run until ``rounds`` request rounds have passed. Deterministic for a seed.
+
+    Raises:
+        RequestError: no rounds.
+    """
+    if rounds < 1:
+        raise RequestError(f"rounds must be at least 1, got {rounds}")
     rng = np.random.default_rng(seed)
     slots = _Slots(workload, load, rng)
     engine = _Engine(workload, policy, table, slots)

@@ -92,10 +92,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare verification policies on recorded rounds and a cost table, without a GPU."""
+    from dspark_trt.files import make_folder
     from dspark_trt.runtime.capacity import plan_capacity
     from dspark_trt.runtime.simulation import compare, standard_policies
 
     _refuse_unused(traces, calibration, sla, load_requests, arrivals, plots)
+    if plots is not None:
+        make_folder(plots)
     workload = _workload(traces, calibration, acceptance, seed)
     costs = _cost_table(table, gpu, model)
     available = standard_policies(

@@ -253,9 +253,12 @@ def test_a_mixture_of_experts_reads_more_as_tokens_reach_more_experts() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Load(slots=0), "at least one slot, got 0"),
+        (lambda: Load(slots=0), "a load needs 1 to 1000000 slots, got 0"),
         (lambda: Load(slots=1, arrivals_per_second=0), "arrivals_per_second must be positive"),
         (lambda: Load(slots=1, output_tokens=0), "must be at least 1"),
+        (lambda: Load(slots=10**9), "1 to 1000000 slots, got 1000000000"),
+        (lambda: Load(slots=1, prompt_tokens=np.inf), "at least 1 and finite, got inf"),
+        (lambda: Load(slots=1, output_tokens=np.nan), "at least 1 and finite, got nan"),
         (lambda: named_table("abacus", "qwen3-8b"), "no roofline for 'abacus'.*h100-sxm"),
         (lambda: Workload.synthetic([[1.0]], domain_names=("a",)), r"must lie in \(0, 1\)"),
         (
