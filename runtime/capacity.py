@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from dspark_trt.errors import RequestError
@@ -43,8 +43,10 @@ def plan_capacity(
     Speed a user falls with the number of users, up to noise of the simulation: the answer is exact to
     about the noise of ``rounds`` rounds.
     """
-    if not sla > 0:
-        raise RequestError(f"sla must be positive tokens a second a user, got {sla}")
+    if not 0 < sla < inf:
+        raise RequestError(
+            f"sla must be a positive, finite number of tokens a second a user, got {sla}"
+        )
     load = Load(slots=1, output_tokens=output_tokens, prompt_tokens=prompt_tokens)
     return {
         name: _capacity(workload, table, policy, load, sla, load_requests, most, rounds, seed)

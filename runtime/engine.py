@@ -252,16 +252,17 @@ class Engine:
                 f"the prompt has {len(request.prompt_ids)} tokens; this bundle holds {limit} positions, "
                 "the answer included"
             )
-        for token in request.prompt_ids:
-            if not 0 <= token < self._vocab:
-                raise RequestError(
-                    f"prompt token {token} is outside the vocabulary of {self._vocab}"
-                )
-        for token, _ in request.params.logit_bias:
-            if token >= self._vocab:
-                raise RequestError(
-                    f"logit_bias token {token} is outside the vocabulary of {self._vocab}"
-                )
+        params = request.params
+        for name, tokens in (
+            ("prompt", request.prompt_ids),
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+            ("stop", params.stop_token_ids or ()),
+        ):
+            for token in tokens:
+                if not 0 <= token < self._vocab:
+                    raise RequestError(
+                        f"{name} token {token} is outside the vocabulary of {self._vocab}"
+                    )
         if (request.params.logprobs or 0) > self.bundle.top_logprobs:
             raise RequestError(
                 f"logprobs must be at most {self.bundle.top_logprobs} here, got {request.params.logprobs}"

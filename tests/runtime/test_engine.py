@@ -252,6 +252,8 @@ def test_refusals(engine: Engine) -> None:
         RequestError, match="prompt token 2048 is outside the vocabulary of 2048"
     ):
         engine.submit(request([5, 2048]))
+    with pytest.raises(RequestError, match="stop token -1 is outside the vocabulary of 2048"):
+        engine.submit(request([5], stop_token_ids=(-1,)))
     with pytest.raises(RequestError, match="max_new_tokens must be at least 1, got 0"):
         request([5], max_new_tokens=0)
     with pytest.raises(RequestError, match=r"top_p must be above 0 and at most 1, got 1\.5"):

@@ -263,7 +263,11 @@ def test_a_mixture_of_experts_reads_more_as_tokens_reach_more_experts() -> None:
         (lambda: Workload.synthetic([[1.0]], domain_names=("a",)), r"must lie in \(0, 1\)"),
         (
             lambda: plan_capacity(_certain(1), CostTable([1], [1.0]), {}, sla=0),
-            "sla must be posi",
+            "sla must be a positive, finite number",
+        ),
+        (
+            lambda: plan_capacity(_certain(1), CostTable([1], [1.0]), {}, sla=np.inf),
+            "sla must be a positive, finite number.*got inf",
         ),
     ],
 )
