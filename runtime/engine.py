@@ -40,6 +40,11 @@ _log = logging.getLogger(__name__)
 RoundObserver = Callable[[RoundReport], None]
 
 
+_MOST_AT_A_TIME = (
+    1 << 16
+)  # requests; what is kept for each would fill memory before a step could run
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Limits of one engine."""
@@ -59,8 +64,10 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise RequestError(f"max_batch must be at least 1, got {self.max_batch}")
+        if not 1 <= self.max_batch <= _MOST_AT_A_TIME:
+            raise RequestError(
+                f"max_batch must be at least 1 and at most {_MOST_AT_A_TIME}, got {self.max_batch}"
+            )
         if self.max_tokens_per_step < self.max_batch:
             raise RequestError(
                 f"max_tokens_per_step {self.max_tokens_per_step} must be at least max_batch "
