@@ -55,10 +55,9 @@ class Bundle:
     target_source: Source | None
     files: Mapping[str, FileRecord]
     tool_versions: Mapping[str, str]
-    weights: str | None = (
-        None  # "int8" or "int4": the target's matrices, where they have fewer bits
-    )
-    draft_weights: str | None = None  # the drafter's
+    # "int8" or "int4": matrices of the target, and of the drafter, where they have fewer bits.
+    weights: str | None = None
+    draft_weights: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -95,12 +96,11 @@ def export_bundle(
         if draft.config.num_target_layers == 0:  # some formats do not record it
             layers = target.config.decoder.num_layers
             draft = replace(draft, config=replace(draft.config, num_target_layers=layers))
-    plan = _plan(draft, target, dtype)
-    _check_disk(output, plan.sources)
+    parts = _parts(draft, target, dtype, target_weights, draft_weights)
+    _check_disk(output, _stored_bytes(parts))
     try:
         with new_directory(output, replace=overwrite) as folder:
-            bits = (WEIGHT_BITS.get(draft_weights or ""), WEIGHT_BITS.get(target_weights or ""))
-            _write_graphs(plan, draft.config, bits, folder, on_progress)
+            _write_graphs(parts, draft.config, folder, on_progress)
             _write_verifiers(draft, folder)
             if target is not None and fused_verify:
                 _write_fused_target(draft.config.gamma, folder)
@@ -114,44 +114,49 @@ def export_bundle(
     return load_bundle(output, verify_hashes=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    graphs: tuple[Graph, ...]
-    sources: tuple[
-        dict[str, ParameterSource], ...
-    ]  # per graph, by the module's parameter names
+class _Part(NamedTuple):
+    """A graph to write."""
+
+    graph: Graph
+    sources: dict[str, ParameterSource]  # by the module's parameter names
+    bits: int | None  # of its matrices, where they have fewer
 
 
-def _plan(draft: DraftCheckpoint, target: TargetCheckpoint | None, dtype: str) -> _Plan:
+def _parts(
+    draft: DraftCheckpoint,
+    target: TargetCheckpoint | None,
+    dtype: str,
+    weights: str | None,
+    draft_weights: str | None,
+) -> list[_Part]:
     torch_dtype = TORCH_DTYPES[dtype]
     drafter = draft_skeleton(draft.config)
     sources = parameter_sources(drafter, draft_tensors(draft, target), torch_dtype)
     reserve(drafter, sources)
-    graphs = draft_graphs(drafter, dtype)
-    per_graph = [sources] * len(graphs)
+    bits = WEIGHT_BITS.get(draft_weights or "")
+    parts = [_Part(graph, sources, bits) for graph in draft_graphs(drafter, dtype)]
     if target is not None:
         module = target_skeleton(target.config, draft.config.target_layer_ids)
-        target_sources = parameter_sources(module, target.tensors, torch_dtype)
-        reserve(module, target_sources)
-        graphs.append(target_graph(module, draft.config, dtype))
-        per_graph.append(target_sources)
-    return _Plan(tuple(graphs), tuple(per_graph))
+        sources = parameter_sources(module, target.tensors, torch_dtype)
+        reserve(module, sources)
+        graph = target_graph(module, draft.config, dtype)
+        parts.append(_Part(graph, sources, WEIGHT_BITS.get(weights or "")))
+    return parts
 
 
 def _write_graphs(
-    plan: _Plan,
+    parts: list[_Part],
     config: DraftConfig,
-    bits: tuple[int | None, int | None],  # of the drafter's matrices and of the target's
     folder: Path,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    traced, bits_of = [], [bits[graph.name == "target"] for graph in plan.graphs]
-    for done, graph in enumerate(plan.graphs):
-        on_progress(Progress("trace", graph.name, done, len(plan.graphs)))
+    traced = []
+    for done, (graph, _, bits) in enumerate(parts):
+        on_progress(Progress("trace", graph.name, done, len(parts)))
         traced.append(onnx_from_module(graph))
-        if (fewer := bits_of[done]) is not None:
-            quantise_products(traced[-1], fewer)
-    total = sum(source.nbytes for source in _distinct(plan.sources))
+        if bits is not None:
+            quantise_products(traced[-1], bits)
+    total = _stored_bytes(parts)
     written = 0
 
     def on_bytes(count: int) -> None:
@@ -161,10 +166,8 @@ def _write_graphs(
 
     with (folder / WEIGHTS).open("wb") as stream:
         weights = WeightFile(stream, WEIGHTS, on_bytes)
-        for graph, model, sources, fewer in zip(
-            plan.graphs, traced, plan.sources, bits_of, strict=True
-        ):
-            weights.attach(model, sources, fewer)
+        for (graph, sources, bits), model in zip(parts, traced, strict=True):
+            weights.attach(model, sources, bits)
             if graph.name == "draft":
                 greedy = greedy_draft(model, sampling_inputs(config), GREEDY_DRAFT)
                 _save(greedy, folder / f"{GREEDY_DRAFT}.onnx")
@@ -205,8 +208,10 @@ def _save(model: ir.Model, path: Path) -> None:
     path.write_bytes(ir.to_proto(model).SerializeToString())
 
 
-def _distinct(sources: tuple[dict[str, ParameterSource], ...]) -> set[ParameterSource]:
-    return {source for per_graph in sources for source in per_graph.values()}
+def _stored_bytes(parts: list[_Part]) -> int:
+    """Of all weights with all their bits, each once."""
+    distinct = {source for part in parts for source in part.sources.values()}
+    return sum(source.nbytes for source in distinct)
 
 
 def _fewer_bits(flag: str, weights: str | None, dtype: str) -> str | None:
@@ -237,8 +242,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
         )
 
 
-def _check_disk(output: Path, sources: tuple[dict[str, ParameterSource], ...]) -> None:
-    needed = sum(source.nbytes for source in _distinct(sources))
+def _check_disk(output: Path, needed: int) -> None:
     parent = next(p for p in (output.absolute(), *output.absolute().parents) if p.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:

@@ -40,9 +40,8 @@ _log = logging.getLogger(__name__)
 RoundObserver = Callable[[RoundReport], None]
 
 
-_MOST_AT_A_TIME = (
-    1 << 16
-)  # requests; what is kept for each would fill memory before a step could run
+# Requests: what is kept for each would fill memory before a step could run.
+_MOST_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,9 +269,9 @@ class Engine:
                     raise RequestError(
                         f"{name} token {token} is outside the vocabulary of {self._vocab}"
                     )
-        if (request.params.logprobs or 0) > self.bundle.top_logprobs:
+        if (params.logprobs or 0) > self.bundle.top_logprobs:
             raise RequestError(
-                f"logprobs must be at most {self.bundle.top_logprobs} here, got {request.params.logprobs}"
+                f"logprobs must be at most {self.bundle.top_logprobs} here, got {params.logprobs}"
             )
         if request.wants_text and self._codec is None:
             raise RequestError(

@@ -270,7 +270,8 @@ class Algorithm1(_CostAware):
     The early stop keeps it non-anticipating, so it is safe with rejection verification. It stops
     before the first candidate that would leave Θ more than ``min_gain`` below the best Θ on the way
     there; 0 is the paper's rule. The stop sees the cost as lines between measured sizes: at every
-    edge of a staircase one more candidate looks dear, and looking past it would anticipate.
+    edge of a staircase one more candidate looks dear, and looking past it would anticipate. Where the
+    longest block costs all requests, candidates that make it no longer are then admitted while their rows pay.
     """
 
     def decide(
@@ -295,7 +296,7 @@ class Algorithm1(_CostAware):
         seconds = self._seconds(offered, context_tokens, smooth=True)
         ranked = ranking(offered)
         tokens = expected_tokens(offered, ranked)
-        admitted = self._first_descent(tokens / seconds)
+        admitted = _first_descent(tokens / seconds, self.min_gain)
         if self.table.pays_longest and 0 < admitted < offered.available:
             admitted = self._within_blocks(offered, ranked, tokens, admitted, context_tokens)
         filled = self._filled(admitted, offered.available, requests=len(values))
@@ -319,14 +320,8 @@ class Algorithm1(_CostAware):
         longer = place[admitted:] >= longest
         last = admitted + (int(longer.argmax()) if longer.any() else longer.size)
         seconds = self._seconds(offered, context_tokens, longest=longest)
-        throughput = (tokens / seconds)[admitted : last + 1]
-        falls = throughput[1:] < throughput[:-1]
-        return admitted + (int(falls.argmax()) if falls.any() else falls.size)
-
-    def _first_descent(self, throughput: Floats) -> int:
-        best_before = np.maximum.accumulate(throughput)[:-1]
-        worse = throughput[1:] < best_before * (1 - self.min_gain)
-        return int(worse.argmax()) if worse.any() else worse.size
+        reached = slice(admitted, last + 1)
+        return admitted + _first_descent(tokens[reached] / seconds[reached], min_gain=0.0)
 
     def _first_descent_of_one(self, throughput: Iterator[float], most: int) -> int:
         best = next(throughput)
@@ -335,6 +330,13 @@ class Algorithm1(_CostAware):
                 return admitted
             best = max(best, value)
         return most
+
+
+def _first_descent(throughput: Floats, min_gain: float) -> int:
+    """The last place before throughput falls more than ``min_gain`` below the best so far."""
+    best_before = np.maximum.accumulate(throughput)[:-1]
+    worse = throughput[1:] < best_before * (1 - min_gain)
+    return int(worse.argmax()) if worse.any() else worse.size
 
 
 @dataclass(frozen=True)

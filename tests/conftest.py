@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,11 @@ def fixture_bundle(shared_folder: Path) -> ExportBundle:
         return load_bundle(path, verify_hashes=False)
 
     return export
+
+
+def copied(bundle: Bundle, folder: Path) -> Bundle:
+    """In a folder of its own, where a test may change it."""
+    return load_bundle(shutil.copytree(bundle.path, folder / "bundle"), verify_hashes=False)
 
 
 @pytest.fixture(scope="session")

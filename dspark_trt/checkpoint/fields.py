@@ -21,9 +21,8 @@ DRAFT_PLACES = (
     "dflash_config", "dspark_config", "eagle_config", "text_config", "transformer_layer_config",
 )  # fmt: skip
 
-_MOST_SIZE = (
-    2**31 - 1
-)  # beyond it a size is no dimension of a tensor, and no float can stand for some
+# Beyond it a size is no dimension of a tensor, and no float can stand for some.
+_MOST_SIZE = 2**31 - 1
 
 # Flags of their own; every other setting has --set.
 _FLAGS = {

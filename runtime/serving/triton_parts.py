@@ -95,7 +95,7 @@ def plan_parts(
     manifests = sorted((bundle.path / ENGINES).glob(f"*/{MANIFEST}"))
     found = [read_engine_manifest(manifest.parent) for manifest in manifests]
     left_out = {each.path.name: reason for each in found if (reason := _refusal(each))}
-    sets = _of_one_version([each for each in found if not _refusal(each)], version)
+    sets = _of_one_version([each for each in found if each.path.name not in left_out], version)
     parts = []
     for graph, contract in graphs.items():
         built = [each for each in sets if graph in each.engines]

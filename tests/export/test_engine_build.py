@@ -3,7 +3,6 @@
 
 import json
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,7 @@ from dspark_trt.export.engines.profiles import graph_bindings
 from dspark_trt.gpu import visible_gpu
 from dspark_trt.tensorrt_library import load_library
 from tests.checkpoints import write_gemma_draft
-from tests.conftest import CHAINS, TINY_TARGET, ExportBundle
+from tests.conftest import CHAINS, TINY_TARGET, ExportBundle, copied
 from tests.export.engine_plan_reader import Plan, read_plan
 
 pytestmark = pytest.mark.trt
@@ -58,8 +57,7 @@ OTHERS = ("sequential_head", "confidence_head", "verify", "verify_greedy", "veri
 @pytest.fixture
 def bundle(fixture_bundle: ExportBundle, tmp_path: Path) -> Bundle:
     """A copy of the trained fixture in float16 that a test may change."""
-    shared = fixture_bundle("dspark-vanilla", dtype="float16")
-    return load_bundle(shutil.copytree(shared.path, tmp_path / "bundle"), verify_hashes=False)
+    return copied(fixture_bundle("dspark-vanilla", dtype="float16"), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +66,7 @@ def built(
 ) -> tuple[Bundle, EngineSet]:
     """The fixture with engines of all graphs."""
     shared = fixture_bundle("dspark-vanilla", dtype="float16")
-    copy = shutil.copytree(shared.path, tmp_path_factory.mktemp("engines") / "bundle")
-    bundle = load_bundle(copy, verify_hashes=False)
+    bundle = copied(shared, tmp_path_factory.mktemp("engines"))
     return bundle, build_engines(plan_build(bundle, replace(SMALL, graphs=bundle.graph_names)))
 
 
@@ -343,15 +340,12 @@ def test_engines_to_refit_need_a_gpu(built: tuple[Bundle, EngineSet]) -> None:
 
 def trace_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Exports leave out graphs of which no engine is built: tracing costs more than building."""
-    whole = bundle_from_checkpoints._plan
+    whole = bundle_from_checkpoints._parts
 
     def some(*of: Any) -> Any:
-        plan = whole(*of)
-        pairs = zip(plan.graphs, plan.sources, strict=True)
-        graphs, sources = zip(*((g, s) for g, s in pairs if g.name in names), strict=True)
-        return replace(plan, graphs=graphs, sources=sources)
+        return [part for part in whole(*of) if part.graph.name in names]
 
-    monkeypatch.setattr(bundle_from_checkpoints, "_plan", some)
+    monkeypatch.setattr(bundle_from_checkpoints, "_parts", some)
 
 
 @pytest.mark.slow

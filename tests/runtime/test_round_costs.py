@@ -15,6 +15,7 @@ from dspark_trt.runtime.round_costs import RoundCosts
 from dspark_trt.runtime.scheduler import Algorithm1, Asynchronous, Global
 from dspark_trt.runtime.scheduling import beyond_measured
 from dspark_trt.runtime.survival import survival_from_confidence
+from tests.runtime.anticipation import asks_nothing_later
 
 _STEPS = [[[1.0, 2.0, 3.0], [4.0, 8.0, 10.0]]]
 _COSTS = RoundCosts(
@@ -176,14 +177,7 @@ def test_early_stop_never_asks_what_a_draft_itself_decides() -> None:
     rng = np.random.default_rng(5)
     for _ in range(500):
         confidence = rng.random((3, 4)) ** rng.uniform(0.1, 1.0)
-        costs = _random_grid(rng, *confidence.shape)
-        row, position = (int(rng.integers(size)) for size in confidence.shape)
-        changed = confidence.copy()
-        changed[row, position + 1 :] = rng.random(confidence.shape[1] - position - 1)
-        before, after = (
-            Algorithm1(costs).plan(c)[row] > position for c in (confidence, changed)
-        )
-        assert before == after  # c_1..c_k decide about x_k; later ones depend on x_k
+        asks_nothing_later(Algorithm1(_random_grid(rng, *confidence.shape)), confidence, rng)
 
 
 def test_the_budget_caps_blocks_with_confidences_of_earlier_rounds() -> None:

@@ -30,7 +30,7 @@ from dspark_trt.export.engines.profiles import profiles_for
 from dspark_trt.plugins.attach import attach_to_file
 from dspark_trt.plugins.contract import VerifyMode
 from dspark_trt.runtime.serving.triton_repository import write_repository
-from tests.conftest import ExportBundle
+from tests.conftest import ExportBundle, copied
 
 ONNX_TYPES = {
     "tensor(float)": "TYPE_FP32",
@@ -213,13 +213,19 @@ def built(
 ) -> tuple[Bundle, EngineSet]:
     """Real engines of TensorRT-RTX: TensorRT's own are built on a GPU only."""
     shared = fixture_bundle("dspark-vanilla", dtype="float16")
-    copy = shutil.copytree(shared.path, tmp_path_factory.mktemp("engines") / "bundle")
-    bundle = load_bundle(copy, verify_hashes=False)
+    bundle = copied(shared, tmp_path_factory.mktemp("engines"))
     options = BuildOptions(
         backend="tensorrt-rtx", max_batch=4, max_tokens=64, capacity=256,
         graphs=("sequential_head", "verify_greedy", "context"),
     )  # fmt: skip
     return bundle, build_engines(plan_build(bundle, options))
+
+
+@pytest.fixture
+def own(built: tuple[Bundle, EngineSet], tmp_path: Path) -> tuple[Bundle, EngineSet]:
+    """The same in a copy that a test may change."""
+    bundle = copied(built[0], tmp_path)
+    return bundle, read_engine_manifest(bundle.path / "engines" / built[1].path.name)
 
 
 def as_tensorrt(
@@ -241,11 +247,10 @@ def as_tensorrt(
 
 @pytest.mark.trt
 def test_plans_are_described_as_their_manifests_say(
-    built: tuple[Bundle, EngineSet], tmp_path: Path
+    own: tuple[Bundle, EngineSet], tmp_path: Path
 ) -> None:
     """One file for each GPU; engines with caches, and those of TensorRT-RTX, are named with the reason."""
-    bundle = load_bundle(shutil.copytree(built[0].path, tmp_path / "bundle"))
-    rtx = read_engine_manifest(tmp_path / "bundle" / "engines" / built[1].path.name)
+    bundle, rtx = own
     engines = [as_tensorrt(bundle, rtx, arch) for arch in ("sm90", "sm120", "ampere+")]
     said = triton_repo(bundle, tmp_path / "repository", "--max-batch", "5")
     graphs = {f"chat_{graph}" for graph in bundle.graph_names}
@@ -276,8 +281,8 @@ def test_plans_are_described_as_their_manifests_say(
         assert dict(config.cc_model_filenames) == {"9.0": "sm90.plan", "12.0": "sm120.plan"}
         for each in engines:
             (file,) = (name for name, arch in files.items() if arch == each.archs[0])
-            own = tmp_path / "repository/chat/1/bundle/engines" / each.path.name / record.file
-            assert (model / "1" / file).samefile(own)
+            held = tmp_path / "repository/chat/1/bundle/engines" / each.path.name / record.file
+            assert (model / "1" / file).samefile(held)
 
     batched = config_of(Path(said["parts_repository"]) / "chat_sequential_head_plan")
     widest = max(
@@ -291,10 +296,9 @@ def test_plans_are_described_as_their_manifests_say(
 
 @pytest.mark.trt
 def test_engines_that_do_not_fit_are_refused(
-    built: tuple[Bundle, EngineSet], tmp_path: Path
+    own: tuple[Bundle, EngineSet], tmp_path: Path
 ) -> None:
-    bundle = load_bundle(shutil.copytree(built[0].path, tmp_path / "bundle"))
-    rtx = read_engine_manifest(tmp_path / "bundle" / "engines" / built[1].path.name)
+    bundle, rtx = own
     old, new = (as_tensorrt(bundle, rtx, "sm90", version) for version in ("10.15.1", "11.4.0"))
     words = ["triton-repo", str(bundle.path), "-o", str(tmp_path / "new"), "--name", "chat"]
 
