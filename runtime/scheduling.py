@@ -68,11 +68,9 @@ def choose_scheduling(
     if not isinstance(choice, str):
         return Scheduling(choice, costs, bypass)
     gamma = backend.bundle.draft.gamma
-    name, _, value = choice.partition(":")
-    if name == "fixed":
-        return Scheduling(Fixed(_length(value, gamma)), costs, bypass)
-    if name == "threshold":
-        return Scheduling(Threshold(_probability(value)), costs, bypass)
+    unweighed = without_costs(choice, gamma)
+    if unweighed is not None:
+        return Scheduling(unweighed, costs, bypass)
     if choice not in (AUTO, "algorithm1", "async"):
         raise RequestError(f"scheduler {choice!r} is unknown; expected one of {NAMES}")
     note = None
@@ -83,6 +81,20 @@ def choose_scheduling(
     is_ahead = choice == "async" or (choice == AUTO and _gains_from_launching(backend, target))
     scheduler = Asynchronous(costs) if is_ahead else Algorithm1(costs)
     return Scheduling(scheduler, costs, bypass or Bypass(), note)
+
+
+def without_costs(choice: str, gamma: int) -> Fixed | Threshold | None:
+    """``fixed:K`` (``fixed``: γ) and ``threshold:C``, which weigh no costs; None: another name.
+
+    Raises:
+        RequestError: a length beyond γ, or no probability.
+    """
+    name, _, value = choice.partition(":")
+    if name == "fixed":
+        return Fixed(_length(value, gamma))
+    if name == "threshold":
+        return Threshold(_probability(value))
+    return None
 
 
 def _gains_from_launching(backend: Backend, target: TargetModel | None) -> bool:

@@ -9,8 +9,8 @@ Legend: S slots, R running requests, K = γ drafted tokens.
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ from dspark_trt.runtime.scheduler import (
     Fixed,
     Global,
     Scheduler,
-    Threshold,
 )
+from dspark_trt.runtime.scheduling import without_costs
 from dspark_trt.runtime.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -52,24 +52,52 @@ class Policy:
     bypass: Bypass | None = None
 
 
+NAMES = "fixed:K (0: never draft), threshold:C, algorithm1, async, mtp-1, oracle"
+
+
+def policies_named(
+    names: Iterable[str],
+    table: CostModel,
+    gamma: int,
+    *,
+    max_tokens_per_step: int | None = None,
+) -> dict[str, Policy]:
+    """Policies by the engine's names of schedulers (`choose_scheduling`), and two that only a simulation
+    has: ``mtp-1``, and ``oracle``, which bounds them all.
+
+    Raises:
+        RequestError: an unknown name, or a length beyond γ.
+    """
+    return {name: _policy(name, table, gamma, max_tokens_per_step) for name in names}
+
+
 def standard_policies(
     table: CostModel, gamma: int, *, max_tokens_per_step: int | None = None
 ) -> dict[str, Policy]:
-    """The policies the paper compares, and every fixed length; ``oracle`` bounds them all."""
-    most = max_tokens_per_step
-    fixed = {f"fixed-{k}": Policy(Fixed(k, most)) for k in range(1, gamma + 1)}
-    return {
-        "none": Policy(Fixed(0), drafts=False),
-        "mtp-1": Policy(Fixed(1, most), draft_share=_MTP_SHARE),
-        **fixed,
-        "threshold-0.5": Policy(Threshold(0.5, most)),
-        "algorithm1": Policy(Algorithm1(table, max_tokens_per_step=most), bypass=Bypass()),
-        "asynchronous": Policy(Asynchronous(table, max_tokens_per_step=most), bypass=Bypass()),
-        "oracle": Policy(
-            Global(table, max_tokens_per_step=most, verification="coupled", min_gain=0.0),
-            sees_outcome=True,
-        ),
-    }
+    """The policies the paper compares, and every fixed length."""
+    fixed = [f"fixed:{k}" for k in range(1, gamma + 1)]
+    names = ["fixed:0", "mtp-1", *fixed, "threshold:0.5", "algorithm1", "async", "oracle"]
+    return policies_named(names, table, gamma, max_tokens_per_step=max_tokens_per_step)
+
+
+def _policy(name: str, table: CostModel, gamma: int, most: int | None) -> Policy:
+    unweighed = without_costs(name, gamma)
+    if unweighed is not None:
+        drafts = unweighed != Fixed(0)
+        return Policy(replace(unweighed, max_tokens_per_step=most), drafts=drafts)
+    match name:
+        case "algorithm1":
+            return Policy(Algorithm1(table, max_tokens_per_step=most), bypass=Bypass())
+        case "async":
+            return Policy(Asynchronous(table, max_tokens_per_step=most), bypass=Bypass())
+        case "mtp-1":
+            return Policy(Fixed(1, most), draft_share=_MTP_SHARE)
+        case "oracle":
+            ideal = Global(
+                table, max_tokens_per_step=most, verification="coupled", min_gain=0.0
+            )
+            return Policy(ideal, sees_outcome=True)
+    raise RequestError(f"policy {name!r} is unknown; expected some of {NAMES}")
 
 
 _MOST_SLOTS = 1_000_000  # of one simulated engine

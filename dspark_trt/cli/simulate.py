@@ -62,8 +62,8 @@ def command(
     policies: Annotated[
         str | None,
         typer.Option(
-            help="Some of none, mtp-1, fixed-K, threshold-0.5, algorithm1, asynchronous, oracle; all by "
-            "default.",
+            help="Some of the engine's schedulers fixed:K (0: never draft), threshold:C, algorithm1, async, "
+            "and of mtp-1 and oracle; by default all, and every K.",
             show_default=False,
         ),
     ] = None,
@@ -94,24 +94,19 @@ def command(
     """Compare verification policies on recorded rounds and a cost table, without a GPU."""
     from dspark_trt.files import make_folder
     from dspark_trt.runtime.capacity import plan_capacity
-    from dspark_trt.runtime.simulation import compare, standard_policies
+    from dspark_trt.runtime.simulation import compare, policies_named, standard_policies
 
     _refuse_unused(traces, calibration, sla, load_requests, arrivals, plots)
     if plots is not None:
         make_folder(plots)
     workload = _workload(traces, calibration, acceptance, seed)
     costs = _cost_table(table, gpu, model)
-    available = standard_policies(
-        costs, workload.gamma, max_tokens_per_step=max_tokens_per_step
-    )
-    chosen = available
-    if policies is not None:
+    gamma, most = workload.gamma, max_tokens_per_step
+    if policies is None:
+        chosen = standard_policies(costs, gamma, max_tokens_per_step=most)
+    else:
         names = [name.strip() for name in policies.split(",")]
-        if unknown := [name for name in names if name not in available]:
-            raise RequestError(
-                f"--policies {', '.join(unknown)} unknown; expected {', '.join(available)}"
-            )
-        chosen = {name: available[name] for name in names}
+        chosen = policies_named(names, costs, gamma, max_tokens_per_step=most)
     report: dict[str, Any] = {
         "cost_table": {"origin": dict(costs.origin), "fingerprint": costs.fingerprint},
         "domains": list(workload.domain_names),

@@ -134,14 +134,14 @@ def test_simulate_compares_policies(tmp_path: Path) -> None:
         "--concurrency",
         "2,8",
         "--policies",
-        "none,asynchronous",
+        "fixed:0,async",
         "--plots",
         str(tmp_path / "p"),
     )
-    assert list(report["outcomes"]) == ["none", "asynchronous"]
-    assert list(report["outcomes"]["none"]) == ["2", "8"]
+    assert list(report["outcomes"]) == ["fixed:0", "async"]
+    assert list(report["outcomes"]["fixed:0"]) == ["2", "8"]
     speed = {name: row["8"]["tokens_per_second"] for name, row in report["outcomes"].items()}
-    assert speed["asynchronous"] > 1.5 * speed["none"]
+    assert speed["async"] > 1.5 * speed["fixed:0"]
     assert [Path(path).stat().st_size > 1000 for path in report["plots"]] == [True, True]
 
 
@@ -152,25 +152,28 @@ def test_simulate_replays_traces_on_a_measured_table(tmp_path: Path) -> None:
     report = _simulate(
         "--traces", str(_TRACES), "--calibration", str(tmp_path / "calibration.json"),
         "--table", str(tmp_path / "sps.json"), "--arrivals", "1.5", "--concurrency", "4",
-        "--policies", "fixed-1",
+        "--policies", "fixed:1",
     )  # fmt: skip
     assert report["domains"] == ["math", "code", "chat"]
-    assert list(report["outcomes"]["fixed-1"]) == ["1.5/s"]
+    assert list(report["outcomes"]["fixed:1"]) == ["1.5/s"]
 
 
 def test_simulate_plans_capacity() -> None:
-    report = _simulate("--sla", "150", "--load-requests", "100", "--policies", "none,fixed-7")
-    assert report["capacity"]["fixed-7"]["requests"] > report["capacity"]["none"]["requests"]
-    long = _simulate("--sla", "150", "--policies", "none", "--prompt-tokens", "16000")
-    assert long["capacity"]["none"]["requests"] < report["capacity"]["none"]["requests"]
-    text = _run(simulate.command, "--sla", "150", "--rounds", "500", "--policies", "none")
+    report = _simulate(
+        "--sla", "150", "--load-requests", "100", "--policies", "fixed:0,fixed:7"
+    )
+    assert report["capacity"]["fixed:7"]["requests"] > report["capacity"]["fixed:0"]["requests"]
+    long = _simulate("--sla", "150", "--policies", "fixed:0", "--prompt-tokens", "16000")
+    assert long["capacity"]["fixed:0"]["requests"] < report["capacity"]["fixed:0"]["requests"]
+    text = _run(simulate.command, "--sla", "150", "--rounds", "500", "--policies", "fixed:0")
     assert "150 tokens/s/user" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--policies", "best"), "--policies best unknown; expected none, mtp-1"),
+        (("--policies", "best"), "policy 'best' is unknown; expected some of fixed:K"),
+        (("--policies", "fixed:8"), "fixed:8: expected a length from 0 to 7"),
         (
             ("--concurrency", "many"),
             "--concurrency must be comma-separated numbers, got 'many'",

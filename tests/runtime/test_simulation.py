@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dspark_trt.bundle import Bundle
 from dspark_trt.errors import RequestError, TableError
+from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.calibration_metrics import conditional_acceptance
 from dspark_trt.runtime.capacity import plan_capacity
 from dspark_trt.runtime.cost_table import CostTable
@@ -20,7 +22,15 @@ from dspark_trt.runtime.roofline import (
     roofline_table,
 )
 from dspark_trt.runtime.scheduler import Fixed
-from dspark_trt.runtime.simulation import Load, Outcome, Policy, simulate, standard_policies
+from dspark_trt.runtime.scheduling import choose_scheduling
+from dspark_trt.runtime.simulation import (
+    Load,
+    Outcome,
+    Policy,
+    policies_named,
+    simulate,
+    standard_policies,
+)
 from dspark_trt.runtime.traces import load_traces, traces_from_arrays
 from dspark_trt.runtime.workload import Workload
 
@@ -101,7 +111,7 @@ def test_requests_end_at_their_length() -> None:
 def test_poisson_arrivals_are_served_at_their_rate(
     workload: Workload, table: CostTable
 ) -> None:
-    policy = standard_policies(table, 7)["fixed-3"]
+    policy = standard_policies(table, 7)["fixed:3"]
     load = Load(slots=256, arrivals_per_second=20.0, output_tokens=100)
     outcome = simulate(workload, policy, table, load, rounds=60_000)
     assert outcome.tokens_per_second == pytest.approx(20 * 100, rel=0.15)
@@ -113,15 +123,25 @@ def test_poisson_arrivals_are_served_at_their_rate(
 
 
 def test_an_overloaded_engine_makes_requests_wait(workload: Workload, table: CostTable) -> None:
-    policy = standard_policies(table, 7)["none"]
+    policy = standard_policies(table, 7)["fixed:0"]
     load = Load(slots=4, arrivals_per_second=50.0, output_tokens=100)
     outcome = simulate(workload, policy, table, load, rounds=5_000)
     assert outcome.running > 3.5
     assert outcome.waiting_seconds > 1.0
 
 
+@pytest.mark.parametrize("name", ["fixed:0", "fixed:3", "fixed", "threshold:0.25", "async"])
+def test_policies_have_the_engines_names(
+    name: str, table: CostTable, tiny_bundle: Bundle
+) -> None:
+    backend = open_backend("onnxruntime", tiny_bundle)
+    policy = policies_named([name], table, 7)[name]
+    assert policy.scheduler == choose_scheduling(name, backend, costs=table).scheduler
+    assert policy.drafts == (name != "fixed:0")
+
+
 def test_a_seed_repeats(workload: Workload, table: CostTable) -> None:
-    policy = standard_policies(table, 7)["asynchronous"]
+    policy = standard_policies(table, 7)["async"]
     runs = [simulate(workload, policy, table, Load(slots=8), rounds=2_000) for _ in range(2)]
     assert runs[0] == runs[1]
 
@@ -144,11 +164,11 @@ def _best_fixed(by_policy: dict[str, Outcome]) -> float:
     return max(
         outcome.tokens_per_second
         for name, outcome in by_policy.items()
-        if name == "none" or name.startswith("fixed")
+        if name.startswith("fixed")
     )
 
 
-@pytest.mark.parametrize("policy", ["algorithm1", "asynchronous"])
+@pytest.mark.parametrize("policy", ["algorithm1", "async"])
 def test_adaptive_never_loses_to_the_best_fixed_length(
     outcomes: dict[int, dict[str, Outcome]], policy: str
 ) -> None:
@@ -162,14 +182,14 @@ def test_adaptive_beats_the_full_block_at_saturation(
     outcomes: dict[int, dict[str, Outcome]],
 ) -> None:
     saturated = outcomes[256]
-    full = saturated["fixed-7"].tokens_per_second
-    assert saturated["asynchronous"].tokens_per_second >= 1.15 * full
+    full = saturated["fixed:7"].tokens_per_second
+    assert saturated["async"].tokens_per_second >= 1.15 * full
     assert saturated["algorithm1"].tokens_per_second >= 1.15 * full
 
 
 def test_the_budget_falls_with_load_as_in_the_paper(table: CostTable) -> None:
     workload = _workload(gamma=5)
-    policy = standard_policies(table, 5)["asynchronous"]
+    policy = standard_policies(table, 5)["async"]
     budget = [
         simulate(
             workload, policy, table, Load(slots=slots), rounds=max(4_000, 100 * slots)
@@ -189,10 +209,10 @@ def test_a_useless_drafter_costs_at_most_five_percent(table: CostTable) -> None:
             name: simulate(
                 useless, policies[name], table, Load(slots=slots), rounds=300 * slots
             ).tokens_per_second
-            for name in ("none", "asynchronous", "fixed-7")
+            for name in ("fixed:0", "async", "fixed:7")
         }
-        assert speed["asynchronous"] >= 0.95 * speed["none"]
-        assert speed["fixed-7"] < 0.85 * speed["none"]
+        assert speed["async"] >= 0.95 * speed["fixed:0"]
+        assert speed["fixed:7"] < 0.85 * speed["fixed:0"]
 
 
 def test_synthetic_rounds_have_the_acceptance_asked_for(workload: Workload) -> None:
@@ -218,14 +238,16 @@ def test_capacity_is_the_most_users_at_the_promised_speed(
     workload: Workload, table: CostTable
 ) -> None:
     policies = standard_policies(table, 7)
-    chosen = {name: policies[name] for name in ("none", "fixed-7", "asynchronous")}
+    chosen = {name: policies[name] for name in ("fixed:0", "fixed:7", "async")}
     held = plan_capacity(workload, table, chosen, sla=100, load_requests=1000, rounds=3_000)
-    assert held["none"].requests < held["fixed-7"].requests < held["asynchronous"].requests
+    assert held["fixed:0"].requests < held["fixed:7"].requests < held["async"].requests
     for capacity in held.values():
         assert capacity.tokens_per_second_per_user >= 100
         assert capacity.gpus == -(-1000 // capacity.requests)
-    impossible = plan_capacity(workload, table, {"none": chosen["none"]}, sla=1e4, rounds=500)
-    assert (impossible["none"].requests, impossible["none"].gpus) == (0, None)
+    impossible = plan_capacity(
+        workload, table, {"fixed:0": chosen["fixed:0"]}, sla=1e4, rounds=500
+    )
+    assert (impossible["fixed:0"].requests, impossible["fixed:0"].gpus) == (0, None)
 
 
 def test_the_roofline_reads_weights_at_small_batches_and_computes_at_large_ones() -> None:
