@@ -43,7 +43,7 @@ def collect_traces(
         raise RequestError(
             f"traces for calibration need every draft verified: open the engine with fixed:{engine.gamma}"
         )
-    recorder = TraceRecorder(engine.gamma)
+    recorder = TraceRecorder(engine.bundle)
     engine.observers.append(recorder.observe)
     order = sorted(range(len(prompts)), key=lambda index: prompts[index].domain)
     place: dict[

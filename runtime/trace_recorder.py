@@ -8,23 +8,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.bundle import Bundle
 from dspark_trt.errors import TableError
 from dspark_trt.runtime.estimator import draft_probabilities
 from dspark_trt.runtime.round_report import RoundReport
-from dspark_trt.runtime.traces import Traces, traces_from_arrays
+from dspark_trt.runtime.traces import Traces, models_of, traces_from_arrays
 
 Floats = NDArray[np.float64]
 
 
 class TraceRecorder:
-    """An observer: `engine.observers.append(TraceRecorder(engine.gamma).observe)`.
+    """An observer: `engine.observers.append(TraceRecorder(engine.bundle).observe)`.
 
     One row a request and drafted round. The drafter's own probabilities are kept as well: they are what a
     drafter without confidence head is judged by.
     """
 
-    def __init__(self, gamma: int) -> None:
-        self._gamma = gamma
+    def __init__(self, bundle: Bundle) -> None:
+        self._gamma, self._models = bundle.draft.gamma, models_of(bundle)
         self._columns: dict[str, list[NDArray[np.generic]]] = {}
 
     def observe(self, report: RoundReport) -> None:
@@ -77,7 +78,7 @@ class TraceRecorder:
         if domain_of is not None:
             arrays["domain"] = np.array([domain_of[each] for each in ids])
             arrays["domain_names"] = list(domain_names)
-        return traces_from_arrays(**arrays)
+        return traces_from_arrays(**arrays, models=self._models)
 
     def save(self, path: Path) -> int:
         """Write the file; returns how many rounds it holds.

@@ -14,6 +14,7 @@ The file is an ``.npz``. N rounds, K = γ drafted tokens:
 | ``prompt_index`` | [N] int, optional | keeps samples of one prompt in one half |
 | ``drafted_prob``, ``top_prob`` | [N, K], optional | drafter's probability of x_k, and its largest |
 | ``draft_seconds``, ``step_seconds`` | [N], optional | measured time of the round's batch |
+| ``models`` | [] str, optional | whose rounds they are: `models_of` the bundle |
 """
 
 import zlib
@@ -25,6 +26,7 @@ from zipfile import BadZipFile, is_zipfile
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dspark_trt.bundle import Bundle
 from dspark_trt.errors import TableError
 from dspark_trt.files import new_file
 
@@ -50,6 +52,7 @@ class Traces:
     top_prob: Floats | None = None  # [N, K]
     draft_seconds: Floats | None = None  # [N]
     step_seconds: Floats | None = None  # [N]
+    models: str | None = None
 
     @property
     def gamma(self) -> int:
@@ -83,6 +86,12 @@ class Traces:
             np.savez_compressed(file, **{k: v for k, v in arrays.items() if v is not None})
 
 
+def models_of(bundle: Bundle) -> str:
+    """A name of drafter and target, whatever precision they were exported in."""
+    sources = (bundle.draft_source, bundle.target_source)
+    return "+".join("" if each is None else each.sha256[:16] for each in sources)
+
+
 def traces_from_arrays(
     *,
     conf_logits: ArrayLike,
@@ -93,6 +102,7 @@ def traces_from_arrays(
     domain: ArrayLike | None = None,
     domain_names: ArrayLike | None = None,
     prompt_index: ArrayLike | None = None,
+    models: ArrayLike | None = None,
     **optional: ArrayLike,
 ) -> Traces:
     """Check the arrays of the file format and fill in what is optional; unknown keys are ignored.
@@ -154,6 +164,7 @@ def traces_from_arrays(
         split=halves.astype(np.int64),
         domain=kinds,
         domain_names=tuple(names),
+        models=None if models is None else str(models),
         **extra,
     )
 

@@ -91,13 +91,18 @@ def command(
 
 def _read(bundle: "Bundle", traces: Path) -> "Traces":
     """Rounds to fit on, from a file."""
-    from dspark_trt.runtime.traces import load_traces
+    from dspark_trt.runtime.traces import load_traces, models_of
 
     rounds = load_traces(traces)
     if rounds.gamma != bundle.draft.gamma:
         raise RequestError(
             f"{traces} holds rounds of {rounds.gamma} drafted tokens, {bundle.path} drafts "
             f"{bundle.draft.gamma}. Record them with this bundle"
+        )
+    if rounds.models not in (None, models_of(bundle)):  # other projects' files do not say
+        raise RequestError(
+            f"{traces} holds rounds of other models than {bundle.path}: drafter and target {rounds.models}, "
+            f"here {models_of(bundle)}. Record them with this bundle: dspark-trt generate --trace"
         )
     return rounds
 

@@ -110,7 +110,7 @@ def command(
         options=EngineOptions(max_batch=max_batch, max_tokens_per_step=max(512, max_batch)),
         scheduler=scheduler,
     ) as engine:
-        recorder = TraceRecorder(engine.gamma)
+        recorder = TraceRecorder(engine.bundle)
         if trace is not None:
             engine.observers.append(recorder.observe)
         started = time.perf_counter()

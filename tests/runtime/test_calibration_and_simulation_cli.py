@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dspark_trt.bundle import Bundle, Source, write_manifest
+from dspark_trt.bundle import Bundle, Source, load_bundle, write_manifest
 from dspark_trt.cli import calibrate, simulate
 from dspark_trt.config import (
     ConfidenceInput,
@@ -24,7 +25,7 @@ from dspark_trt.config import (
 from dspark_trt.errors import DSparkError, RequestError, TableError
 from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.cost_table import CostTable
-from dspark_trt.runtime.traces import load_traces
+from dspark_trt.runtime.traces import load_traces, models_of
 
 _TRACES = Path(__file__).parents[1] / "data" / "traces" / "smollm2_T1.npz"
 
@@ -107,6 +108,18 @@ def test_a_drafter_without_a_head_gets_an_estimator(tmp_path: Path) -> None:
     estimator = Calibration.load(bundle / "calibration.json").estimator
     assert estimator is not None
     assert estimator.weights.shape == (7, 3)
+
+
+def test_calibrate_refuses_rounds_of_other_models(tmp_path: Path) -> None:
+    bundle = _bundle(tmp_path / "bundle")
+    traces, recorded = load_traces(_TRACES), tmp_path / "t.npz"
+    replace(traces, models="1234+5678").save(recorded)
+    with pytest.raises(RequestError, match=r"rounds of other models .* 1234\+5678, here 0000"):
+        _run(calibrate.command, str(bundle), "--traces", str(recorded))
+    assert not (bundle / "calibration.json").exists()
+    replace(traces, models=models_of(load_bundle(bundle))).save(recorded)
+    _run(calibrate.command, str(bundle), "--traces", str(recorded))
+    assert (bundle / "calibration.json").exists()
 
 
 def test_calibrate_refuses_what_does_not_fit(tmp_path: Path) -> None:

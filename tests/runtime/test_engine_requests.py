@@ -18,7 +18,7 @@ from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
 from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.text import TextCodec
 from dspark_trt.runtime.trace_recorder import TraceRecorder
-from dspark_trt.runtime.traces import load_traces
+from dspark_trt.runtime.traces import load_traces, models_of
 from tests.runtime.golden import golden_json
 
 ITEMS = golden_json("greedy_outputs")["items"]
@@ -383,12 +383,13 @@ def test_a_rebased_window_equals_the_same_rows_at_position_zero(tiny_bundle: Bun
 
 
 def test_traces_hold_what_happened(engine: Engine, tmp_path: Any) -> None:
-    recorder = TraceRecorder(engine.gamma)
+    recorder = TraceRecorder(engine.bundle)
     engine.observers.append(recorder.observe)
     asked = [request(i["prompt_ids"], temperature=1.0, seed=n) for n, i in enumerate(ITEMS[:6])]
     done = engine.generate(asked)
     assert recorder.save(tmp_path / "trace.npz") == sum(d.stats.rounds for d in done)
     traces = load_traces(tmp_path / "trace.npz")
+    assert traces.models == models_of(engine.bundle)
     for completion in done:
         own = traces.where(traces.request_id == completion.request_id)
         assert (own.accepted + 1).tolist() == list(completion.stats.accepted_lengths)

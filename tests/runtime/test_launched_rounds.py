@@ -64,7 +64,7 @@ def play(bundle: Bundle, scheduler: Scheduler | str, launches: bool) -> Played:
     engine = Engine.load(
         bundle, backend="torch", backend_options=CPU, options=options, scheduler=scheduler
     )
-    recorder, reports, waits = TraceRecorder(engine.gamma), list[dict[str, Any]](), []
+    recorder, reports, waits = TraceRecorder(engine.bundle), list[dict[str, Any]](), []
 
     def observe(report: RoundReport) -> None:
         reports.append(facts(report))
