@@ -447,7 +447,8 @@ class Engine:
             return
         self._rounds.draw_uniforms()
         try:
-            self._decide_near_ties()
+            if self.options.strict_margin:
+                self._decide_near_ties()
             self._round(len(self._rounds.active))
         except BackendError as error:
             self._isolate(error)

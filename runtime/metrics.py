@@ -90,23 +90,30 @@ class EngineMetrics(Collector):  # type: ignore[misc]  # the library has no type
     def observe(self, report: RoundReport) -> None:
         """Count one round."""
         self.rounds += 1
-        self.tokens += sum(report.committed.tolist())
         self.target_rows += report.target_rows
-        decoding = report.decoding
-        self.prompt_tokens += report.target_rows - int(np.dot(decoding, 1 + report.lengths))
         for stage, seconds in report.seconds.items():
             self.seconds[stage] += seconds
-        drafted = report.drafted
-        if report.planned is not None:
-            self.reasons[report.planned.reason] += int(np.count_nonzero(drafted))
-        if not drafted.all():
-            resting = zip(report.sequences, decoding & ~drafted, strict=True)
-            count = sum(s.request.speculate for s, rests in resting if rests)
-            self.reasons[report.undrafted_reason] += count
-            if not drafted.any():
-                return
-        verified, accepted = report.lengths[drafted], report.accepted[drafted]
-        self._outcomes.update(zip(verified.tolist(), accepted.tolist(), strict=True))
+        reason = None if report.planned is None else report.planned.reason
+        decoding_rows = 0
+        for sequence, decodes, drafts, verified, accepted, committed in zip(
+            report.sequences,
+            report.decoding.tolist(),
+            report.drafted.tolist(),
+            report.lengths.tolist(),
+            report.accepted.tolist(),
+            report.committed.tolist(),
+            strict=True,
+        ):
+            self.tokens += committed
+            if decodes:
+                decoding_rows += 1 + verified
+            if drafts:
+                self._outcomes[verified, accepted] += 1
+                if reason is not None:
+                    self.reasons[reason] += 1
+            elif decodes and sequence.request.speculate:
+                self.reasons[report.undrafted_reason] += 1
+        self.prompt_tokens += report.target_rows - decoding_rows
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus sees."""

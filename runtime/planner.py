@@ -13,6 +13,7 @@ Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ draf
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class DraftedRequests(NamedTuple):
     drafted: Bools  # [R]
     limits: Ints  # [R] most drafts to verify; 0 where not drafted
     temperature: NDArray[np.float32]  # [R]
-    context_tokens: Ints  # [R] rows that attention pays for
+    context_tokens: Ints  # [R] rows that attention pays for; [1] if all pay for as many
 
 
 class PlannedRound(NamedTuple):
@@ -75,7 +76,14 @@ class _Round(NamedTuple):
     drafted: Bools  # [R]
     lengths: Ints  # [R]
     accepted: Ints  # [R]
-    context_tokens: Ints  # [R]
+    context_tokens: Ints  # [R] or [1]
+
+
+@lru_cache(maxsize=256)
+def _everyone(requests: int, drafts: bool) -> Bools:
+    made = np.full(requests, drafts)
+    made.setflags(write=False)
+    return made
 
 
 def patience(watched: int) -> int:
@@ -171,13 +179,13 @@ class Planner:
 
     def drafting(self, slots: Ints) -> Bools:  # [R] -> [R]
         """Whose drafting may pay this round."""
-        if slots.tobytes() != self._slots.tobytes():
+        if slots is not self._slots and slots.tobytes() != self._slots.tobytes():
             self._learn()
             self._account_for_rest()
             self._slots, self._rest, self._watched = slots, 0, 0
             self._look_up_accounts()
         if self._bypass is None or (self._is_known and not self._some_stopped):
-            return np.full(len(slots), self._drafts)
+            return _everyone(len(slots), self._drafts)
         if self._rest == 0:
             self._account_for_rest()
             drafts = self._bypass.drafting(self._accounts, slots)
@@ -185,12 +193,12 @@ class Planner:
                 return drafts
             self._rest = max(self._bypass.rest(self._accounts, slots), 1)
         self._rest, self._rested = self._rest - 1, self._rested + 1
-        return np.zeros(len(slots), np.bool_)
+        return _everyone(len(slots), False)
 
     def plan(self, requests: DraftedRequests, draft: DraftOutput) -> PlannedRound:
         """Lengths of the requests, at most their limits."""
         rows, ids, slots = requests.rows, requests.ids, requests.slots
-        if not requests.drafted.all():
+        if np.count_nonzero(requests.drafted) < len(rows):
             rows, ids, slots = (each[requests.drafted] for each in (rows, ids, slots))
         scores = draft.confidence_logits
         if self._fixed is not None:
@@ -263,8 +271,10 @@ class Planner:
             everyone, stale=stale, limits=limits, context_tokens=context
         )
 
-    def _context(self, tokens: Ints) -> float:  # [R]
+    def _context(self, tokens: Ints) -> float:  # [R] or [1]
         """The context length that costs are asked for."""
+        if tokens.size == 1:
+            return float(tokens[0])
         pays_longest = self.table is not None and self.table.pays_longest
         return float(tokens.max() if pays_longest else tokens.mean())
 
@@ -282,7 +292,7 @@ class Planner:
         drafted: Bools,  # [R]
         lengths: Ints,  # [R]
         accepted: Ints,  # [R]
-        context_tokens: Ints,  # [R]
+        context_tokens: Ints,  # [R] or [1]
     ) -> None:
         """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
         self._unlearned.append(_Round(planned, drafted, lengths, accepted, context_tokens))

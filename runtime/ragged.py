@@ -50,6 +50,22 @@ def ragged_rows(
     )
 
 
+def block_rows(blocks: Ints, lengths: Ints, context_len: Ints) -> RaggedRows:
+    """The rows of requests that all decode: of each block `[B, K+1]` the anchor and `lengths [B]` drafts, with
+    logits for every row.
+    """
+    shape = _shape(tuple((lengths + 1).tolist()), (True,) * len(lengths))
+    return RaggedRows(
+        token_ids=blocks[shape.request, shape.within],
+        positions=context_len[shape.request] + shape.within,
+        pad_index=shape.pad_index,
+        unpad_index=shape.unpad_index,
+        logit_rows=shape.logit_rows,
+        context_len=context_len,
+        offsets=shape.offsets,
+    )
+
+
 class _Shape(NamedTuple):
     """What depends on the numbers of rows only. Read-only: it is shared by many steps."""
 

@@ -25,13 +25,17 @@ class Stages:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.waits = dict.fromkeys(STAGES, 0)
         self._counter = counter
-        self._since, self._waited = time.perf_counter(), self._waits_so_far()
+        self._waited = 0 if counter is None else counter.waits
+        self._since = time.perf_counter()
 
     def end(self, stage: str) -> None:
-        now, waited = time.perf_counter(), self._waits_so_far()
+        now = time.perf_counter()
         self.seconds[stage] += now - self._since
-        self.waits[stage] += waited - self._waited
-        self._since, self._waited = now, waited
+        self._since = now
+        if self._counter is not None:
+            waited = self._counter.waits
+            self.waits[stage] += waited - self._waited
+            self._waited = waited
 
     def on_device(self, draft: float, step: float) -> None:
         """Behind a launched round: what the device took, of the time that the host spent waiting for it."""
@@ -41,9 +45,6 @@ class Stages:
             "target": step,
             "commit": max(spent - draft - step, 0.0),
         }
-
-    def _waits_so_far(self) -> int:
-        return 0 if self._counter is None else self._counter.waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from dspark_trt.errors import BackendError, RequestError
 from dspark_trt.runtime.backends.interface import (
     CountsWaits,
-    DraftInputs,
     DraftModel,
     DraftOutput,
     PaysCapacity,
@@ -33,7 +32,7 @@ from dspark_trt.runtime.drafter_feed import DrafterFeed
 from dspark_trt.runtime.drafter_window import DrafterWindow
 from dspark_trt.runtime.launched_rounds import LaunchedRounds
 from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner
-from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
+from dspark_trt.runtime.ragged import RaggedRows, block_rows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
 from dspark_trt.runtime.round_report import RoundReport, Stages
 from dspark_trt.runtime.rows import ProcessorTable, RowTable
@@ -48,17 +47,24 @@ Floats = NDArray[np.float32]
 _USUAL_ANSWER = 256  # tokens; growing again for a longer one costs copies
 
 
-class _Draft(NamedTuple):
-    """A draft step over the first rows, up to the last that drafts."""
+class _Standing(NamedTuple):
+    """What stays as it is for as long as the same requests decode in the same rows. B requests, R decode."""
 
-    output: DraftOutput
-    drafted: Bools  # [count]: rows whose drafts are meant
+    decoding: Bools  # [B]
+    may_draft: Bools  # [B]
+    some_may_draft: bool
+    all_decode: bool
+    uses_processors: bool  # any of them
+    rows: Ints  # [R] that decode
+    ids: Ints  # [R]
+    slots: Ints  # [R]
+    temperature: Floats  # [R]
 
 
 class _Done(NamedTuple):
     """A round that only has to be committed. B requests."""
 
-    decoding: Bools  # [B]
+    standing: _Standing
     drafted: Bools  # [B]
     lengths: Ints  # [B]
     verified: Verification
@@ -112,6 +118,9 @@ class Rounds:
         self._processors: ProcessorTable | None = None
         self._strict_margin = strict_margin
         self._no_draft_logits = np.zeros((max_batch, self._gamma, 0), np.float32)
+        self._blocks = np.zeros((max_batch, self._gamma + 1), np.int64)
+        self._standings: dict[int, _Standing] = {}
+        self._paid_rows = np.zeros(1, np.int64)
         self._free_slots = list(range(max_batch))
 
     # Rows ----------------------------------------------------------------------------------------
@@ -119,6 +128,7 @@ class Rounds:
     def join(self, sequence: Sequence) -> int:
         """Give a request the next row."""
         row = len(self.active)
+        self._standings.clear()
         self.active.append(sequence)
         sequence.slot = self._free_slots.pop()
         self.planner.joined(sequence.slot, greedy=sequence.request.params.temperature == 0)
@@ -141,6 +151,7 @@ class Rounds:
         """Free a row; the last active request moves into it, so that active rows stay a prefix."""
         self._swap(self.active.index(sequence), len(self.active) - 1)
         self.active.pop()
+        self._standings.clear()
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         if self.active:
@@ -160,6 +171,7 @@ class Rounds:
         if first == second:
             return
         self._bring_home()
+        self._standings.clear()
         self.drafter.swap_rows(first, second)
         self.target.swap_rows(first, second)
         self.table.swap(first, second)
@@ -205,37 +217,38 @@ class Rounds:
         if is_plain:
             for sequence in self.active[:count]:
                 sequence.is_doubtful = False
-        decoding, drafted = self._decoding(count), np.zeros(count, np.bool_)
-        if not is_plain:
-            decoding, drafted = self._drafting_in_front(decoding)
+            standing, drafted = self._standing(count), np.zeros(count, np.bool_)
+        else:
+            standing, drafted = self._drafting_in_front(count)
         if self.launched is not None and not is_plain:
-            requests = self._drafted_requests(np.arange(count), drafted)
+            requests = self._drafted_requests(standing, drafted)
             budget = self.launched.budget(self.active[:count], requests)
             if budget is not None:
                 return self._run_launched(self.launched, requests, budget, stages)
             self.launched.bring_home()
-        draft = self._draft(drafted)
+        draft = self._draft(int(np.count_nonzero(drafted)))
         stages.end("draft")
-        planned, lengths = self._plan(decoding, draft)
+        planned, lengths = self._plan(standing, drafted, draft)
         stages.end("schedule")
-        tokens = self._tokens(count, draft, lengths)
-        rows = ragged_rows(tokens, self.table.target_len[:count], decoding)
+        rows = self._rows(standing, draft, lengths)
         target = self.target.step(rows)
         stages.end("target")
-        verified = self._verify(count, draft, lengths, rows, target)
+        verified = self._verify(standing, draft, lengths, rows, target)
         stages.end("verify")
-        accepted = np.maximum(verified.accepted, 0) * decoding
+        accepted = np.maximum(verified.accepted, 0)
+        if not standing.all_decode:
+            accepted *= standing.decoding
         if draft is not None and self._strict_margin:
             verified, accepted = self._before_near_ties(verified, lengths, target.logits)
         done = _Done(
-            decoding=decoding,
+            standing=standing,
             drafted=drafted,
             lengths=lengths,
             verified=verified,
             accepted=accepted,
             taps=[target.taps[a:b] for a, b in pairwise(rows.offsets.tolist())],
             target_rows=len(rows.token_ids),
-            draft=None if draft is None else draft.output,
+            draft=draft,
             planned=planned,
         )
         return self._finish(done, stages)
@@ -257,7 +270,7 @@ class Rounds:
         stages.on_device(seen.draft_seconds, seen.step_seconds)
         scores = seen.confidence_logits
         done = _Done(
-            decoding=np.ones(count, np.bool_),
+            standing=self._standing(count),
             drafted=requests.drafted,
             lengths=seen.lengths,
             verified=Verification(seen.accepted, seen.tokens),
@@ -271,38 +284,39 @@ class Rounds:
 
     def _finish(self, done: _Done, stages: Stages) -> RoundReport:
         """Commit what was verified, learn from it, and report."""
-        decoding, lengths, accepted = done.decoding, done.lengths, done.accepted
+        standing, drafted, lengths = done.standing, done.drafted, done.lengths
+        decoding, accepted = standing.decoding, done.accepted
         active = self.active[: len(decoding)]
         before = [len(s.output) for s in active]
-        for row, sequence in enumerate(active):
+        outcomes = zip(
+            done.verified.accepted.tolist(), lengths.tolist(), drafted.tolist(), strict=True
+        )
+        for row, outcome in enumerate(outcomes):
             taps = None if done.taps is None else done.taps[row]
             try:
-                self._commit(
-                    row, done.verified, int(lengths[row]), bool(done.drafted[row]), taps
-                )
+                self._commit(row, done.verified, *outcome, taps)
             except (
                 BackendError
             ) as error:  # its taps were refused: others have committed already
-                sequence.finish(FinishReason.ERROR, str(error))
+                active[row].finish(FinishReason.ERROR, str(error))
         if done.planned is not None:
-            own = np.flatnonzero(decoding)
-            context = self._paid_context(own)
-            self.planner.learn(
-                done.planned, done.drafted[own], lengths[own], accepted[own], context
-            )
-        self._count_reasons(decoding, done.drafted, done.planned)
+            shown = (drafted, lengths, accepted)
+            if not standing.all_decode:
+                shown = (drafted[decoding], lengths[decoding], accepted[decoding])
+            self.planner.learn(done.planned, *shown, self._paid_context(standing.rows))
+        self._count_reasons(decoding, drafted, done.planned)
         stages.end("commit")
-        committed = [len(s.output) for s in active]
+        committed = [len(s.output) - old for s, old in zip(active, before, strict=True)]
         return RoundReport(
             sequences=tuple(active),
             decoding=decoding,
-            drafted=done.drafted,
+            drafted=drafted,
             lengths=lengths,
             accepted=accepted,
-            committed=np.array(committed, np.int64) - np.array(before, np.int64),
+            committed=np.array(committed, np.int64),
             target_rows=done.target_rows,
             draft=done.draft,
-            temperature=self.table.temperature[: len(active)],
+            temperature=self.table.first(len(active)).temperature,
             planned=done.planned,
             undrafted_reason=self.planner.undrafted_reason,
             seconds=stages.seconds,
@@ -310,17 +324,21 @@ class Rounds:
         )
 
     def _paid_context(self, rows: Ints) -> Ints:
-        """Context rows that a step's attention costs for each request."""
+        """Context rows that a step's attention costs for each request; [1] if for all as many."""
         if self._capacity_of is None:
             return self.table.target_len[rows]
-        return np.full(len(rows), self._capacity_of.capacity_rows)
+        capacity = self._capacity_of.capacity_rows
+        if self._paid_rows[0] != capacity:
+            self._paid_rows = np.array([capacity])
+        return self._paid_rows
 
     def _count_reasons(
         self, decoding: Bools, drafted: Bools, planned: PlannedRound | None
     ) -> None:
         undrafted = self.planner.undrafted_reason
         reason = undrafted if planned is None else planned.reason
-        for sequence, decodes, drafts in zip(self.active, decoding, drafted, strict=False):
+        who = zip(self.active, decoding.tolist(), drafted.tolist(), strict=False)
+        for sequence, decodes, drafts in who:
             if decodes and sequence.request.speculate:
                 sequence.reasons[reason if drafts else undrafted] += 1
 
@@ -329,117 +347,137 @@ class Rounds:
         is_strict = self._strict_margin > 0 and sequence.request.uses_processors
         return sequence.request.speculate and not sequence.is_prefilling and not is_strict
 
-    def _decoding(self, count: int) -> Bools:
-        return np.array([not sequence.is_prefilling for sequence in self.active[:count]])
+    def _standing(self, count: int) -> _Standing:
+        standing = self._standings.get(count)
+        if standing is None:
+            standing = self._standings[count] = self._look(self.active[:count])
+        return standing
 
-    def _drafting(self, decoding: Bools) -> Bools:  # [count]
-        drafted = np.array([self._may_draft(s) for s in self.active[: len(decoding)]])
-        if drafted.any():
-            drafted[decoding] &= self.planner.drafting(
-                self.table.slots[: len(decoding)][decoding]
-            )
+    def _look(self, sequences: Listed[Sequence]) -> _Standing:
+        decoding = np.array([not sequence.is_prefilling for sequence in sequences])
+        may_draft = np.array([self._may_draft(sequence) for sequence in sequences])
+        decoding.setflags(write=False)
+        rows = np.flatnonzero(decoding)
+        return _Standing(
+            decoding=decoding,
+            may_draft=may_draft,
+            some_may_draft=bool(may_draft.any()),
+            all_decode=bool(decoding.all()),
+            uses_processors=any(s.request.uses_processors for s in sequences),
+            rows=rows,
+            ids=self.table.request_ids[rows],
+            slots=self.table.slots[rows],
+            temperature=self.table.temperature[rows],
+        )
+
+    def _drafting(self, standing: _Standing) -> Bools:  # [B]
+        drafted = standing.may_draft
+        if not standing.some_may_draft:
+            return drafted
+        may = self.planner.drafting(standing.slots)
+        if standing.all_decode:
+            return drafted & may
+        drafted = drafted.copy()
+        drafted[standing.rows] &= may
         return drafted
 
-    def _drafting_in_front(self, decoding: Bools) -> tuple[Bools, Bools]:
-        """Who decodes and who drafts, [count]; rows change places if somebody drafts behind one who does not,
+    def _drafting_in_front(self, count: int) -> tuple[_Standing, Bools]:
+        """Who decodes, and who drafts `[count]`; rows change places if somebody drafts behind one who does not,
         for whom the draft step would run in vain.
         """
-        drafted = self._drafting(decoding)
+        standing = self._standing(count)
+        drafted = self._drafting(standing)
         drafting = int(np.count_nonzero(drafted))
-        if drafted[:drafting].all():
-            return decoding, drafted
+        if drafting == count or drafted[:drafting].all():
+            return standing, drafted
         idle, misplaced = (
             np.flatnonzero(~drafted[:drafting]),
             np.flatnonzero(drafted[drafting:]),
         )
         for front, back in zip(idle.tolist(), misplaced.tolist(), strict=True):
             self._swap(front, drafting + back)
-        decoding = self._decoding(len(decoding))
-        return decoding, self._drafting(decoding)
+        standing = self._standing(count)
+        return standing, self._drafting(standing)
 
-    def _draft(self, drafted: Bools) -> _Draft | None:
-        """One draft step over the rows up to the last that drafts; None where nobody does."""
-        if not drafted.any():
+    def _draft(self, batch: int) -> DraftOutput | None:
+        """One draft step over the first rows; None where nobody drafts."""
+        if not batch:
             return None
-        batch = int(drafted.nonzero()[0][-1]) + 1
-        table = self.table
-        output = self.drafter.draft(
-            DraftInputs(
-                anchor_ids=table.anchor_ids[:batch],
-                new_taps=table.new_taps[:batch],
-                new_len=table.new_len[:batch],
-                context_len=table.draft_len[:batch],
-                temperature=table.temperature[:batch],
-                uniforms=table.draft_uniforms[:batch],
-            )
-        )
+        output = self.drafter.draft(self.table.first(batch).draft)
         self.feed.drafted(batch)
-        return _Draft(output, drafted[:batch])
+        return output
 
-    def _plan(self, decoding: Bools, draft: _Draft | None) -> tuple[PlannedRound | None, Ints]:
+    def _plan(
+        self, standing: _Standing, drafted: Bools, draft: DraftOutput | None
+    ) -> tuple[PlannedRound | None, Ints]:
         """Verification lengths `[B]`: the scheduler's, within context room and token budget."""
-        lengths = np.zeros(len(decoding), np.int64)
         if draft is None:
-            return None, lengths
-        rows = np.flatnonzero(decoding)
-        drafted = np.zeros(len(decoding), np.bool_)
-        drafted[: len(draft.drafted)] = draft.drafted
-        planned = self.planner.plan(self._drafted_requests(rows, drafted[rows]), draft.output)
-        lengths[rows] = planned.lengths
+            return None, np.zeros(len(drafted), np.int64)
+        planned = self.planner.plan(self._drafted_requests(standing, drafted), draft)
+        if standing.all_decode:
+            return planned, planned.lengths
+        lengths = np.zeros(len(drafted), np.int64)
+        lengths[standing.rows] = planned.lengths
         return planned, lengths
 
-    def _drafted_requests(self, rows: Ints, drafted: Bools) -> DraftedRequests:  # [R] each
+    def _drafted_requests(self, standing: _Standing, drafted: Bools) -> DraftedRequests:
         """What planning knows of requests that decode."""
-        room = self._max_context_tokens - 1 - self.table.target_len[rows]
-        share = (self._max_tokens_per_step - len(self.active)) // max(int(drafted.sum()), 1)
-        most = np.minimum(np.maximum(np.minimum(room, share), 0), self._gamma)
+        own, context = drafted, self.table.first(len(drafted)).target_len
+        if not standing.all_decode:
+            own, context = drafted[standing.rows], context[standing.rows]
+        share = self._max_tokens_per_step - len(self.active)
+        share //= max(int(np.count_nonzero(own)), 1)
+        # Room is left for a token at least: a request whose context is full has ended.
+        room = self._max_context_tokens - 1 - context
+        most = np.minimum(room, min(max(share, 0), self._gamma))
         return DraftedRequests(
-            rows=rows,
-            ids=self.table.request_ids[rows],
-            slots=self.table.slots[rows],
-            drafted=drafted,
-            limits=most * drafted,
-            temperature=self.table.temperature[rows],
-            context_tokens=self._paid_context(rows),
+            rows=standing.rows,
+            ids=standing.ids,
+            slots=standing.slots,
+            drafted=own,
+            limits=most * own,
+            temperature=standing.temperature,
+            context_tokens=self._paid_context(standing.rows),
         )
 
-    def _tokens(
-        self, count: int, draft: _Draft | None, lengths: Ints
-    ) -> list[Listed[int] | Ints]:
+    def _rows(
+        self, standing: _Standing, draft: DraftOutput | None, lengths: Ints
+    ) -> RaggedRows:
         """Target rows of each request: anchor and drafts, or a chunk of the prompt."""
+        count = len(lengths)
+        context_len = self.table.first(count).target_len
+        blocks = self._blocks[:count]
+        blocks[:, 0] = self.table.anchor_ids[:count]
+        if draft is not None:
+            blocks[: len(draft.tokens), 1:] = draft.tokens
+        if standing.all_decode:
+            return block_rows(blocks, lengths, context_len)
         spare = self._max_tokens_per_step - int(lengths.sum())
         spare -= sum(not s.is_prefilling for s in self.active)
         waiting = sum(s.is_prefilling for s in self.active)  # each needs a row at least
         tokens: list[Listed[int] | Ints] = []
         for row, sequence in enumerate(self.active[:count]):
-            if sequence.is_prefilling:
-                waiting -= 1
-                chunk = sequence.request.prompt_ids[sequence.prefilled :][: spare - waiting]
-                spare -= len(chunk)
-                tokens.append(chunk)
+            if not sequence.is_prefilling:
+                tokens.append(blocks[row, : lengths[row] + 1])
                 continue
-            anchor = self.table.anchor_ids[row : row + 1]
-            if draft is not None and lengths[row]:
-                drafts = draft.output.tokens[row, : lengths[row]]
-                tokens.append(np.concatenate((anchor, drafts)))
-            else:
-                tokens.append(anchor)
-        return tokens
+            waiting -= 1
+            chunk = sequence.request.prompt_ids[sequence.prefilled :][: spare - waiting]
+            spare -= len(chunk)
+            tokens.append(chunk)
+        return ragged_rows(tokens, context_len, standing.decoding)
 
     def _verify(
         self,
-        count: int,
-        draft: _Draft | None,
+        standing: _Standing,
+        draft: DraftOutput | None,
         lengths: Ints,
         rows: RaggedRows,
         target: TargetOutput,
     ) -> Verification:
         """Every request verifies its ℓ drafts; a prefilling one has ℓ = 0 on its last row."""
-        table = self.table
-        offsets = rows.offsets
-        if len(rows.logit_rows) < len(
-            rows.token_ids
-        ):  # prompts ask for their last row's logits
+        count = len(lengths)
+        first, offsets = self.table.first(count), rows.offsets
+        if not standing.all_decode:  # prompts ask for their last row's logits
             offsets = np.zeros(count + 1, np.int64)
             np.cumsum(1 + lengths, out=offsets[1:])
         tokens = self._draft_tokens(count, draft)
@@ -449,43 +487,43 @@ class Rounds:
                 offsets=offsets,
                 draft_tokens=tokens,
                 draft_logits=self._draft_logits(count, draft),
-                temperature=table.temperature[:count],
-                top_k=table.top_k[:count],
-                top_p=table.top_p[:count],
-                min_p=table.min_p[:count],
-                uniforms=table.verify_uniforms[:count],
-                processors=self._processed(count, offsets, tokens, lengths),
+                temperature=first.temperature,
+                top_k=first.top_k,
+                top_p=first.top_p,
+                min_p=first.min_p,
+                uniforms=first.verify_uniforms,
+                processors=self._processed(standing, offsets, tokens, lengths),
             )
         )
 
-    def _draft_tokens(self, count: int, draft: _Draft | None) -> Ints:
+    def _draft_tokens(self, count: int, draft: DraftOutput | None) -> Ints:
         """As ``_draft_logits``."""
-        if draft is not None and len(draft.output.tokens) == count:
-            return draft.output.tokens
+        if draft is not None and len(draft.tokens) == count:
+            return draft.tokens
         padded = np.zeros((count, self._gamma), np.int64)
         if draft is not None:
-            padded[: len(draft.output.tokens)] = draft.output.tokens
+            padded[: len(draft.tokens)] = draft.tokens
         return padded
 
-    def _draft_logits(self, count: int, draft: _Draft | None) -> Floats:
+    def _draft_logits(self, count: int, draft: DraftOutput | None) -> Floats:
         """The drafter's own buffer, or a larger one where the last rows did not draft: they have ℓ = 0, so
         what stands there is never read.
         """
-        if draft is not None and len(draft.output.logits) == count:
-            return draft.output.logits
-        if not self.table.temperature[:count].any() and self._processors is None:
+        if draft is not None and len(draft.logits) == count:
+            return draft.logits
+        if not np.count_nonzero(self.table.temperature[:count]) and self._processors is None:
             return self._no_draft_logits[:count]  # greedy verification reads no logits
         padded = np.zeros((count, self._gamma, self._vocab), np.float32)
         if draft is not None:
-            padded[: len(draft.output.logits)] = draft.output.logits
+            padded[: len(draft.logits)] = draft.logits
         return padded
 
     def _processed(
-        self, count: int, offsets: Ints, tokens: Ints, lengths: Ints
+        self, standing: _Standing, offsets: Ints, tokens: Ints, lengths: Ints
     ) -> Processors | None:
         """Inputs of the processed graph, if a request of this round needs it."""
-        table = self._processors
-        if table is None or not any(s.request.uses_processors for s in self.active[:count]):
+        table, count = self._processors, len(lengths)
+        if table is None or not standing.uses_processors:
             return None
         allowed = np.ones((int(offsets[-1]), self._vocab), np.bool_)
         for row, sequence in enumerate(self.active[:count]):
@@ -550,6 +588,7 @@ class Rounds:
         self,
         row: int,
         verified: Verification,
+        accepted: int,
         length: int,
         drafted: bool,
         taps: Floats | None,  # of its rows; None: the device keeps them
@@ -557,7 +596,6 @@ class Rounds:
         sequence, table = self.active[row], self.table
         if sequence.finish_reason is not None:  # failed while its masks were made
             return
-        accepted = int(verified.accepted[row])
         was_prefilling = sequence.is_prefilling
         if taps is None:
             taps = table.new_taps[row, :0]
@@ -567,6 +605,7 @@ class Rounds:
             taps = self.feed.with_next_tokens(sequence, verified.tokens[row], taps[:count])
         if was_prefilling:
             sequence.prefilled += len(taps)
+            self._standings.clear()
             table.target_len[row] += len(taps)
             if self.feed.takes(sequence):
                 self.feed.prefill(row, sequence.slot, taps)

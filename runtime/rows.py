@@ -1,10 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-request state as arrays indexed by cache row: what one round hands to the backend, already in place."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.runtime.backends.interface import DraftInputs
 from dspark_trt.runtime.request import Request, SamplingParams
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class FirstRows(NamedTuple):
+    """Views of a table's first B rows."""
+
+    draft: DraftInputs
+    target_len: Ints  # [B]
+    temperature: Floats  # [B]
+    top_k: Ints  # [B]
+    top_p: Floats  # [B]
+    min_p: Floats  # [B]
+    verify_uniforms: Floats  # [B, K+1]
 
 
 class RowTable:
@@ -26,6 +44,33 @@ class RowTable:
         self.min_p = np.zeros(rows, np.float32)
         self.draft_uniforms = np.zeros((rows, gamma), np.float32)
         self.verify_uniforms = np.zeros((rows, gamma + 1), np.float32)
+        self._first: dict[int, FirstRows] = {}
+
+    def first(self, count: int) -> FirstRows:
+        """The same views every time: a backend sees by them that nothing has moved."""
+        views = self._first.get(count)
+        if views is None:
+            views = self._first[count] = self._views(slice(0, count))
+        return views
+
+    def _views(self, rows: slice) -> FirstRows:
+        temperature = self.temperature[rows]
+        return FirstRows(
+            draft=DraftInputs(
+                anchor_ids=self.anchor_ids[rows],
+                new_taps=self.new_taps[rows],
+                new_len=self.new_len[rows],
+                context_len=self.draft_len[rows],
+                temperature=temperature,
+                uniforms=self.draft_uniforms[rows],
+            ),
+            target_len=self.target_len[rows],
+            temperature=temperature,
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            verify_uniforms=self.verify_uniforms[rows],
+        )
 
     def assign(self, row: int, request_id: int, slot: int, params: SamplingParams) -> None:
         """Start a request in a row: nothing of the previous owner remains visible."""
@@ -73,6 +118,6 @@ class ProcessorTable:
 
 
 def swap_rows(table: object, first: int, second: int) -> None:
-    arrays: list[NDArray[np.generic]] = list(vars(table).values())
-    for array in arrays:
-        array[[first, second]] = array[[second, first]]
+    for array in vars(table).values():
+        if isinstance(array, np.ndarray):
+            array[[first, second]] = array[[second, first]]

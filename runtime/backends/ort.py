@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """onnxruntime backend: sessions over the bundle's graphs, every tensor bound by address.
 
-Inputs, outputs and caches are NumPy arrays that live as long as their model; a cache is bound as input
-and output at once, so `TensorScatter` writes in place. For the same shapes, a tensor is bound again only
-when its address changed.
+Inputs, outputs and caches are NumPy arrays that live as long as their model or longer; a cache is bound as
+input and output at once, so `TensorScatter` writes in place. For the same shapes, a tensor is bound again only
+when it is another array.
 """
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+import weakref
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,9 @@ class _Places:
     """Where the tensors of one set of shapes are."""
 
     binding: Any  # onnxruntime's
-    bound: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    # Weak: arrays of shapes that do not come again would never be freed.
+    bound: dict[str, weakref.ref[Array]] = field(default_factory=dict)
     fed: dict[str, Array] = field(default_factory=dict)
-    outputs: Mapping[str, Array] | None = None
     caches: tuple[int, slice] | None = None  # their version, and the requests of them
 
 
@@ -118,29 +119,28 @@ class OrtGraph:
         return places
 
     def feed(self, name: str, values: Array) -> None:
-        """Copy a small input to where it is bound already: cheaper than binding a new address."""
+        """Copy a small array, new every time, to where it is bound already: cheaper than binding it."""
         place = self.places.fed.get(name)
         if place is None or place.shape != values.shape:
             place = self.places.fed[name] = np.empty_like(values, order="C")
-            self.bind(name, place)
+            self._bind(name, place)
         place[...] = values
 
-    def bind(self, name: str, array: Array) -> None:
-        places, place = self.places, (array.__array_interface__["data"][0], array.shape)
-        if places.bound.get(name) == place:
-            return
-        assert array.flags.c_contiguous, name
-        binding = places.binding
-        bind = binding.bind_input if name in self._inputs else binding.bind_output
-        bind(name, "cpu", 0, array.dtype.type, array.shape, place[0])
-        places.bound[name] = place
+    def bind(self, arrays: Iterable[tuple[str, Array]]) -> None:
+        """Bind arrays that keep their places; those of the last call cost nothing."""
+        bound = self.places.bound
+        for name, array in arrays:
+            known = bound.get(name)
+            if known is None or known() is not array:
+                self._bind(name, array)
+                bound[name] = weakref.ref(array)
 
-    def bind_outputs(self, outputs: Mapping[str, Array]) -> None:
-        """Bind arrays that keep their places; the mapping of the last call costs nothing."""
-        if outputs is not self.places.outputs:
-            for name, array in outputs.items():
-                self.bind(name, array)
-            self.places.outputs = outputs
+    def _bind(self, name: str, array: Array) -> None:
+        assert array.flags.c_contiguous, name
+        binding = self.places.binding
+        bind = binding.bind_input if name in self._inputs else binding.bind_output
+        address = array.__array_interface__["data"][0]
+        bind(name, "cpu", 0, array.dtype.type, array.shape, address)
 
     def run(self) -> None:
         """Run on what is bound.
@@ -219,15 +219,16 @@ class _CachedModel:
         if graph.places.caches == state:
             return
         for (past, present), array in zip(self._names, self._caches.arrays, strict=True):
-            graph.bind(past, array[requests])
-            graph.bind(present, array[requests])
+            own = array[requests]
+            graph.bind(((past, own), (present, own)))
         graph.places.caches = state
 
 
 # A graph of its own for greedy batches holds the drafter's weights once more. Where they are many, the
 # time that sampling costs beside them is small.
 _GREEDY_DRAFT_BELOW_BYTES = 64_000_000
-_BLOCK_INPUTS = ("anchor_ids", "new_taps", "new_len", "context_len")
+_DRAFT_INPUTS = DraftInputs._fields
+_BLOCK_INPUTS = _DRAFT_INPUTS[:4]  # without what sampling needs
 
 
 class OrtDraftModel(_CachedModel):
@@ -267,15 +268,14 @@ class OrtDraftModel(_CachedModel):
         graph.run()
 
     def draft(self, inputs: DraftInputs) -> DraftOutput:
-        is_greedy = self._has_greedy and not inputs.temperature.any()
+        is_greedy = self._has_greedy and not np.count_nonzero(inputs.temperature)
         graph = self._graph(GREEDY_DRAFT if is_greedy else "draft")
         batch = len(inputs.anchor_ids)
-        self.reserve(int((inputs.context_len + inputs.new_len).max()))
+        self.reserve(max((inputs.context_len + inputs.new_len).tolist()))
         self._bind_caches(graph, slice(0, batch))
-        for name in _BLOCK_INPUTS if is_greedy else DraftInputs._fields:
-            graph.feed(name, getattr(inputs, name))
+        graph.bind(zip(_BLOCK_INPUTS if is_greedy else _DRAFT_INPUTS, inputs, strict=False))
         outputs = self._outputs.first(batch)
-        graph.bind_outputs(outputs)
+        graph.bind(outputs.items())
         graph.run()
         return DraftOutput(
             outputs["tokens"], outputs["logits"], outputs.get("confidence_logits")
@@ -287,9 +287,8 @@ class OrtDraftModel(_CachedModel):
         _return_memory()
 
 
-_TARGET_INPUTS = (
-    "token_ids", "positions", "pad_index", "unpad_index", "logit_rows", "context_len",
-)  # fmt: skip
+_NEW_EVERY_STEP = ("token_ids", "positions")
+_OF_THE_SHAPE = ("pad_index", "unpad_index", "logit_rows", "context_len")
 
 
 class OrtTargetModel(_CachedModel):
@@ -314,13 +313,14 @@ class OrtTargetModel(_CachedModel):
     def step(self, rows: RaggedRows) -> TargetOutput:
         graph = self._graph
         assert graph is not None, "closed"
-        self.reserve(int(rows.context_len.max()) + rows.pad_index.shape[1])
+        self.reserve(max(rows.context_len.tolist()) + rows.pad_index.shape[1])
         graph.at((len(rows.logit_rows), rows.pad_index.shape, len(rows.token_ids)))
         self._bind_caches(graph, slice(0, rows.batch))
-        for name in _TARGET_INPUTS:
+        for name in _NEW_EVERY_STEP:
             graph.feed(name, getattr(rows, name))
+        graph.bind((name, getattr(rows, name)) for name in _OF_THE_SHAPE)
         outputs = self._places(len(rows.logit_rows), len(rows.token_ids))
-        graph.bind_outputs(outputs)
+        graph.bind(outputs.items())
         graph.run()
         return TargetOutput(outputs["logits"], outputs["taps"])
 
@@ -340,8 +340,8 @@ class OrtTargetModel(_CachedModel):
         _return_memory()
 
 
-_GREEDY: tuple[str, ...] = ("offsets", "draft_tokens")
-_SAMPLING = (*_GREEDY, "temperature", "top_k", "top_p", "min_p", "uniforms")
+_SAMPLING = VerifyInputs._fields[:-1]
+_GREEDY = _SAMPLING[:3]
 
 
 class OrtVerifier:
@@ -357,26 +357,23 @@ class OrtVerifier:
         self._processed = _Outputs(outputs, requests)
 
     def verify(self, inputs: VerifyInputs) -> Verification:
-        name = "verify" if inputs.temperature.any() else "verify_greedy"
+        name = "verify" if np.count_nonzero(inputs.temperature) else "verify_greedy"
         if inputs.processors is not None:
             name = "verify_processed"
         graph = self._graph(name)
         graph.at((len(inputs.target_logits), len(inputs.temperature)))
-        small = _GREEDY if name == "verify_greedy" else _SAMPLING
-        for each in small:
-            graph.feed(each, getattr(inputs, each))
-        graph.bind("target_logits", inputs.target_logits)
-        if name != "verify_greedy":
-            graph.feed("draft_temperature", inputs.temperature)
-            graph.bind("draft_logits", inputs.draft_logits)
+        if name == "verify_greedy":
+            graph.bind(zip(_GREEDY, inputs[:3], strict=True))
+        else:
+            graph.bind(zip(_SAMPLING, inputs[:9], strict=True))
+            graph.bind((("draft_temperature", inputs.temperature),))
         batch = len(inputs.temperature)
         if inputs.processors is None:
             outputs = self._committed.first(batch)
         else:
             outputs = self._processed.first(batch)
-            for each, array in inputs.processors._asdict().items():
-                graph.bind(each, array)
-        graph.bind_outputs(outputs)
+            graph.bind(inputs.processors._asdict().items())
+        graph.bind(outputs.items())
         graph.run()
         return Verification(**outputs)
 

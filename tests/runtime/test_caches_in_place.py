@@ -44,7 +44,7 @@ model.reserve(8)
 model.append(0, np.ones((3, 384), np.float32), 0)
 apart = np.zeros_like(model._caches.arrays[0])
 graph = model._graph("context")
-graph.bind("present_key_0", apart)
+graph.bind([("present_key_0", apart)])
 graph.run()
 """
     command = [sys.executable, "-c", script, str(tiny_bundle.path)]
