@@ -73,9 +73,9 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"cannot make the folder {path}: {error.strerror or error}"
-        ) from error
+        in_the_way = next((each for each in (path, *path.parents) if each.is_file()), None)
+        reason = error.strerror or error if in_the_way is None else f"{in_the_way} is a file"
+        raise OutputError(f"cannot make the folder {path}: {reason}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -92,9 +92,12 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     Missing parents are made, and go again with it. With `replace`, a folder already there is removed
     only when the new one is whole. Cleans up on KeyboardInterrupt too; a killed process leaves only a
     hidden `.partial` folder.
+
+    Raises:
+        OutputError: a file has the name of a parent, or no right to make one.
     """
     made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = Path(
         tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     )

@@ -19,6 +19,8 @@ _WHOLE = ("top_k", "max_new_tokens", "seed", "logprobs")
 _OPTIONAL = ("seed", "logprobs")
 _MOST = 1e30  # as good as infinite, and float32 holds sums of it
 
+_MOST_REPETITION = 1e6  # it multiplies and divides: float32 holds products of both
+
 # Given the output so far (tokens of this request, drafts under verification included), which tokens may
 # follow: bool [V]. Called once for every target row of the request.
 AllowedTokens = Callable[[Sequence[int]], NDArray[np.bool_]]
@@ -49,7 +51,11 @@ class SamplingParams:
         self._require("top_k", self.top_k >= 0, "at least 0 (0: off)")
         self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        self._require("repetition_penalty", self.repetition_penalty > 0, "finite and above 0")
+        self._require(
+            "repetition_penalty",
+            1 / _MOST_REPETITION <= self.repetition_penalty <= _MOST_REPETITION,
+            f"between {1 / _MOST_REPETITION:g} and {_MOST_REPETITION:g}",
+        )
         self._require("presence_penalty", True, "finite")
         self._require("frequency_penalty", True, "finite")
         self._require("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
@@ -202,8 +208,10 @@ class Request:
             raise RequestError(f"prompt_ids must be whole numbers, got a {strange[0].__name__}")
         if not isinstance(self.priority, Integral):
             raise RequestError(f"priority must be a whole number, got {self.priority!r}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise RequestError(f"timeout_s must be above 0, got {self.timeout_s}")
+        if self.timeout_s is not None and not (
+            isinstance(self.timeout_s, Real) and self.timeout_s > 0
+        ):
+            raise RequestError(f"timeout_s must be a number above 0, got {self.timeout_s!r}")
 
     @property
     def wants_text(self) -> bool:

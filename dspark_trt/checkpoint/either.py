@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What works on drafters and targets alike."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from dspark_trt.checkpoint.dialects import is_target
@@ -27,7 +28,7 @@ def read_checkpoint(
     files = read_tensors(folder)
     if is_target(files) and mtp_sign(files) is None:
         return read_target(folder, settings=overrides.target_settings)
-    return read_draft(folder, overrides=overrides)
+    return read_draft(folder, overrides=replace(overrides, revision=None))  # found already
 
 
 def source_hash(checkpoint: DraftCheckpoint | TargetCheckpoint) -> str:

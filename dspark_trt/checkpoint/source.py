@@ -19,10 +19,15 @@ def resolve_source(source: str | Path, *, revision: str | None = None) -> Path:
     """The folder of ``source``; a hub id is downloaded, or found in the cache when offline.
 
     Raises:
-        CheckpointError: neither a folder nor a hub id, or the hub does not have it.
+        CheckpointError: neither a folder nor a hub id, the hub does not have it, or a revision of a folder.
     """
     path = Path(source).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{path} is a local folder and has no revision {revision}: revisions are of hub ids. "
+                "Leave it out, or check that version out yourself"
+            )
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the folder that holds config.json")

@@ -104,10 +104,17 @@ def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> R
         CheckpointError: it cannot be read, or the two do not belong together.
     """
     path = Path(source)
-    if (path / MANIFEST).is_file():
-        return _bundle_report(load_bundle(path, verify_hashes=False))
-    if path.suffix == ".engine":
-        return _engine_report(path)
+    is_bundle = (path / MANIFEST).is_file()
+    if is_bundle or path.suffix == ".engine":
+        if target is not None or overrides != DraftOverrides():
+            raise CheckpointError(
+                f"{source} is no checkpoint: --target, and what states settings of one, change nothing here"
+            )
+        return (
+            _bundle_report(load_bundle(path, verify_hashes=False))
+            if is_bundle
+            else _engine_report(path)
+        )
     checkpoint = read_checkpoint(source, overrides=overrides)
     if isinstance(checkpoint, DraftCheckpoint):
         require_target(overrides, target)

@@ -16,8 +16,6 @@ from dspark_trt.cli.output import err_console
 from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.errors import DSparkError, RequestError
 
-_KEYS_VARIABLE = "DSPARK_API_KEYS"
-
 
 def command(
     bundle: Annotated[Path, typer.Argument(help="Bundle folder.", show_default=False)],
@@ -29,7 +27,7 @@ def command(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help=f"One key a line; or {_KEYS_VARIABLE}, separated by commas."),
+        typer.Option(help="One key a line; or DSPARK_API_KEYS, separated by commas."),
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Sequences decoded at the same time.")] = 8,
     max_tokens_per_step: Annotated[
@@ -93,11 +91,15 @@ def command(
     from dspark_trt.runtime.engine import Engine, EngineOptions
     from dspark_trt.runtime.serving.app import create_app
     from dspark_trt.runtime.serving.server import listening_socket, run
-    from dspark_trt.runtime.serving.settings import ServerSettings
+    from dspark_trt.runtime.serving.settings import (
+        KEYS_VARIABLE,
+        ServerSettings,
+        keys_of_environment,
+    )
 
     settings = ServerSettings(
         model_name=model_name,
-        api_keys=_keys(api_key_file),
+        api_keys=keys_of_environment() + _keys(api_key_file),
         max_body_bytes=max_body_bytes,
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
@@ -133,7 +135,7 @@ def command(
                 if not settings.api_keys and not _is_loopback(host):
                     err_console.print(
                         f"[bold yellow]warning:[/] {host} can be reached from other machines and there are no "
-                        f"API keys: whoever reaches it may use it. Give --api-key-file or {_KEYS_VARIABLE}.",
+                        f"API keys: whoever reaches it may use it. Give --api-key-file or {KEYS_VARIABLE}.",
                         highlight=False,
                         soft_wrap=True,
                     )
@@ -150,17 +152,16 @@ def command(
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:
-    """Keys of the file and of the environment; lines that begin with # are comments."""
-    keys = [key.strip() for key in os.environ.get(_KEYS_VARIABLE, "").split(",")]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DSparkError(f"API key file {file} cannot be read: {error}") from error
-        listed = [line.strip() for line in lines if not line.lstrip().startswith("#")]
-        if not any(listed):
-            raise RequestError(f"API key file {file} has no key: one a line is expected")
-        keys += listed
+    """Keys of the file; lines that begin with # are comments."""
+    if file is None:
+        return ()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DSparkError(f"API key file {file} cannot be read: {error}") from error
+    keys = tuple(line.strip() for line in lines if not line.lstrip().startswith("#"))
+    if not any(keys):
+        raise RequestError(f"API key file {file} has no key: one a line is expected")
     return tuple(key for key in keys if key)
 
 

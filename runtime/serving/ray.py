@@ -28,7 +28,7 @@ from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenE
 from dspark_trt.runtime.serving.app import create_app
 from dspark_trt.runtime.serving.errors import ApiError
 from dspark_trt.runtime.serving.ray_policies import PrefixRouter, RecentAcceptance, ScaleByWork
-from dspark_trt.runtime.serving.settings import ServerSettings
+from dspark_trt.runtime.serving.settings import ServerSettings, keys_of_environment
 
 # Relative to where the application is made: replicas run elsewhere.
 Folder = Annotated[str, AfterValidator(os.path.abspath)]
@@ -284,6 +284,5 @@ def app(options: RayOptions) -> serve.Application:
                 "policy_kwargs": {"accepted_length": options.accepted_length},
             },
         }
-    keys = tuple(filter(None, os.environ.get("DSPARK_API_KEYS", "").split(",")))
     deployment = serve.deployment(**settings)(serve.ingress(_asgi)(EngineReplica))
-    return deployment.bind(options.model_dump(), keys)
+    return deployment.bind(options.model_dump(), keys_of_environment())

@@ -1,9 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator decides about a server: names, keys, limits."""
 
+import os
 from dataclasses import dataclass
 
 from dspark_trt.errors import RequestError
+
+KEYS_VARIABLE = "DSPARK_API_KEYS"
+
+
+def keys_of_environment() -> tuple[str, ...]:
+    """API keys separated by commas; none where the variable is not set.
+
+    Raises:
+        RequestError: it is set without a key, as a secret that did not arrive: nobody wants an open server then.
+    """
+    listed = os.environ.get(KEYS_VARIABLE)
+    if listed is None:
+        return ()
+    keys = tuple(key.strip() for key in listed.split(",") if key.strip())
+    if not keys:
+        raise RequestError(
+            f"{KEYS_VARIABLE} is set and holds no API key. Give keys separated by commas, or unset it to "
+            "serve everyone"
+        )
+    return keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark_trt.checkpoint import read_draft, read_target, source_hash
+from dspark_trt.checkpoint import (
+    DraftOverrides,
+    read_checkpoint,
+    read_draft,
+    read_target,
+    source_hash,
+)
 from dspark_trt.errors import CheckpointError
 from tests.checkpoints import edit_config, edit_tensors, write_draft, write_target
 
@@ -171,6 +177,15 @@ def test_hub_id_that_is_not_cached_gives_one_sentence(tmp_path: Path) -> None:
     assert done.stdout.startswith("CheckpointError owner/absent: no such folder, and the hub")
     assert "revision v2" in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    drafter = write_draft(tmp_path / "drafter")
+    for read in (read_draft, read_checkpoint):
+        with pytest.raises(CheckpointError, match="is a local folder and has no revision v2"):
+            read(drafter, overrides=DraftOverrides(revision="v2"))
+    with pytest.raises(CheckpointError, match="is a local folder and has no revision v2"):
+        read_target(drafter, revision="v2")
 
 
 def test_source_hash_follows_content_only(tmp_path: Path) -> None:

@@ -114,8 +114,13 @@ def test_a_place_that_takes_no_file_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(OutputError, match=f"cannot write {path}: {text}"):
             write_json(path, {})
-    with pytest.raises(OutputError, match=r"cannot make the folder .*file/x: Not a directory"):
+    with pytest.raises(OutputError, match=r"the folder .*file/x: /.*file is a file$"):
         make_folder(tmp_path / "file" / "x")
+    with (
+        pytest.raises(OutputError, match=r"the folder .*file: /.*file is a file$"),
+        new_directory(tmp_path / "file" / "x"),
+    ):
+        pytest.fail("work for a folder that cannot be")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
 
 

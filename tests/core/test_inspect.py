@@ -148,3 +148,13 @@ def test_flags_of_drafters_are_refused_for_targets(
 
 def test_the_version_is_told() -> None:
     assert dspark("--version") == (0, f"dspark-trt {__version__}\n", "")
+
+
+def test_options_of_checkpoints_are_refused_for_what_is_none(tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "draft.engine"):
+        for options in (("--revision", "v2"), ("--target", "x")):
+            with pytest.raises(
+                CheckpointError, match="is no checkpoint: --target, and what states"
+            ):
+                inspect(path, *options)

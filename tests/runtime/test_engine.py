@@ -275,6 +275,8 @@ def test_refusals(engine: Engine) -> None:
         ({"temperature": "1"}, "temperature must be a number, got '1'"),
         ({"temperature": 1e308}, "temperature must be finite"),
         ({"logit_bias": ((5, 1e308),)}, "logit_bias of token 5 must be finite"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty must be between 1e-06 and 1e[+]06"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between .*, got 0"),
         ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
     ],
 )
@@ -289,4 +291,7 @@ def test_prompts_of_other_types() -> None:
         Request(prompt_ids=(1, 2.5))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"priority must be a whole number, got '1'"):
         Request(prompt_ids=(1,), priority="1")  # type: ignore[arg-type]
+    for timeout in ("x", 0, float("nan")):
+        with pytest.raises(RequestError, match="timeout_s must be a number above 0, got"):
+            Request(prompt_ids=(1,), timeout_s=timeout)  # type: ignore[arg-type]
     assert len(Request(prompt_ids=np.arange(1, 4)).prompt_ids) == 3  # type: ignore[arg-type]

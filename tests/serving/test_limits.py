@@ -6,16 +6,18 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from dspark_trt.bundle import Bundle
+from dspark_trt.cli import serve
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.engine import EngineOptions
 from dspark_trt.runtime.serving.limits import ApiKeys, RateLimit
-from dspark_trt.runtime.serving.settings import ServerSettings
+from dspark_trt.runtime.serving.settings import ServerSettings, keys_of_environment
 from tests.serving.conftest import HTTP, MODEL, PROMPT, Running, running_server
 
 KEY, OTHER = "sk-first-0123456789", "sk-second-0123456789"
@@ -233,6 +235,17 @@ def test_the_rate_limit_forgets_the_oldest_clients() -> None:
     for number in range(10_100):
         rate.seconds_to_wait(str(number))
     assert len(rate._buckets) == 10_000
+
+
+def test_an_empty_list_of_keys_opens_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for empty in ("", " , "):
+        monkeypatch.setenv("DSPARK_API_KEYS", empty)
+        with pytest.raises(RequestError, match="DSPARK_API_KEYS is set and holds no API key"):
+            serve.command(Path("bundle"))
+    monkeypatch.setenv("DSPARK_API_KEYS", "sk-one, sk-two,")
+    assert keys_of_environment() == ("sk-one", "sk-two")
+    monkeypatch.delenv("DSPARK_API_KEYS")
+    assert keys_of_environment() == ()
 
 
 @pytest.mark.parametrize(
