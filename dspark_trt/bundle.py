@@ -6,15 +6,19 @@ without a new export; they carry their own checks and are not listed.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import stat
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.checksums import checksums_of, digests_of
 from dspark_trt.config import WEIGHT_BITS, DraftConfig, TargetConfig
 from dspark_trt.errors import BundleError
-from dspark_trt.files import sha256_of_file, write_json
-from dspark_trt.verified_files import verified_sha256
+from dspark_trt.files import write_json
+from dspark_trt.verified_files import verify_once
 
 FORMAT_VERSION = 1
 DTYPES = ("float32", "float16", "bfloat16")
@@ -28,12 +32,15 @@ GREEDY_DRAFT = "draft_greedy"  # the draft step of batches in which nobody sampl
 FUSED_TARGET = "target_verify"  # optional graph: the target with verification behind its logits
 MOST_TOP_LOGPROBS = 20  # alternatives of `verify_processed.onnx`; OpenAI's API allows as many
 _MUTABLE = frozenset({MANIFEST, CALIBRATION, COST_TABLE, ENGINES})
+_XXH3 = "xxh3_16mib"  # in a manifest: the size of its pieces belongs to the definition
+_MEND = "Restore it, or export the bundle again."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     sha256: str
     size_bytes: int
+    xxh3: str | None = None  # `checksums.Digests.xxh3`; None: the bundle is from before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,19 +141,23 @@ def write_manifest(bundle: Bundle) -> None:
             "target": bundle.target
             and {"source": source(bundle.target_source), "config": bundle.target.to_json()},
             "files": {
-                name: {"sha256": record.sha256, "bytes": record.size_bytes}
-                for name, record in sorted(bundle.files.items())
+                name: _record_to_json(record) for name, record in sorted(bundle.files.items())
             },
             "tool_versions": dict(bundle.tool_versions),
         },
     )
 
 
+def _record_to_json(record: FileRecord) -> dict[str, str | int]:
+    quick = {} if record.xxh3 is None else {_XXH3: record.xxh3}
+    return {"sha256": record.sha256, **quick, "bytes": record.size_bytes}
+
+
 def record_files(folder: Path) -> dict[str, FileRecord]:
     """Every file below `folder`, hashed, by its name relative to it."""
     return {
         file.relative_to(folder).as_posix(): FileRecord(
-            sha256=sha256_of_file(file), size_bytes=file.stat().st_size
+            size_bytes=file.stat().st_size, **digests_of(file)._asdict()
         )
         for file in sorted(folder.rglob("*"))
         if file.is_file()
@@ -160,16 +171,27 @@ def load_bundle(
 
     Args:
         path: the bundle's folder.
-        verify_hashes: also hash every file; sizes and names are always checked.
-        trust_earlier: large files that were hashed here before, and not written to since, are not read again.
+        verify_hashes: also compare what files hold, by the quick checksums of the manifest, unless that was
+            done here before and nothing was written to since; sizes and names are always checked.
+        trust_earlier: False reads everything whatever was done before, and compares SHA-256 too.
 
     Raises:
         BundleError: no bundle there, another format version, or a changed, missing or foreign file.
     """
     path = Path(path)
     bundle = _read_manifest(path)
-    hash_of = verified_sha256 if trust_earlier else sha256_of_file
-    _check_files(bundle, hash_of if verify_hashes else None)
+    try:
+        _check_sizes(bundle)
+        _refuse_foreign_files(bundle)
+        if verify_hashes:
+            expected = {
+                os.path.join(path, name): f"{record.sha256} {record.xxh3}"
+                for name, record in bundle.files.items()
+            }
+            check = partial(_check_contents, bundle, fully=not trust_earlier)
+            verify_once(expected, check, again=not trust_earlier)
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error}. {_MEND}") from error
     return bundle
 
 
@@ -217,7 +239,9 @@ def _bundle_from_json(path: Path, data: Mapping[str, Any]) -> Bundle:
         target=TargetConfig.from_json(target["config"]) if target else None,
         target_source=Source(**target["source"]) if target else None,
         files={
-            name: FileRecord(sha256=record["sha256"], size_bytes=record["bytes"])
+            name: FileRecord(
+                sha256=record["sha256"], size_bytes=record["bytes"], xxh3=record.get(_XXH3)
+            )
             for name, record in data["files"].items()
         },
         tool_versions=data["tool_versions"],
@@ -229,26 +253,52 @@ def _fewer_bits(data: Mapping[str, Any], key: str) -> str | None:
     return None if weights == data["dtype"] else weights
 
 
-def _check_files(bundle: Bundle, hash_of: Callable[[Path], str] | None) -> None:
-    mend = "Restore it, or export the bundle again."
+def _check_sizes(bundle: Bundle) -> None:
     for name, record in bundle.files.items():
-        file = bundle.path / name
-        if not file.is_file():
-            raise BundleError(f"{bundle.path}: {name} is missing. {mend}")
-        size = file.stat().st_size
-        if size != record.size_bytes:
+        try:
+            found = os.stat(os.path.join(bundle.path, name))
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # no name for a file
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode):
+            raise BundleError(f"{bundle.path}: {name} is missing. {_MEND}")
+        if found.st_size != record.size_bytes:
             raise BundleError(
-                f"{bundle.path}: {name} has {size} bytes, expected {record.size_bytes}. {mend}"
+                f"{bundle.path}: {name} has {found.st_size} bytes, expected {record.size_bytes}. {_MEND}"
             )
-        if hash_of is not None and (seen := hash_of(file)) != record.sha256:
-            raise BundleError(
-                f"{bundle.path}: {name} was changed: sha256 {seen[:12]}…, "
-                f"expected {record.sha256[:12]}…. {mend}"
-            )
-    for file in bundle.path.rglob("*"):
-        name = file.relative_to(bundle.path).as_posix()
-        known = name in bundle.files or name.split("/")[0] in _MUTABLE
-        if file.is_file() and not known and not file.name.startswith("."):
-            raise BundleError(
-                f"{bundle.path}: {name} does not belong to this bundle. Move it out of the folder."
-            )
+
+
+def _refuse_foreign_files(bundle: Bundle) -> None:
+    for folder, folders, files in os.walk(bundle.path):
+        inside = Path(folder).relative_to(bundle.path)
+        if not inside.parts:
+            folders[:] = set(folders) - _MUTABLE
+        prefix = f"{inside.as_posix()}/" if inside.parts else ""
+        for name in (prefix + file for file in files if not file.startswith(".")):
+            known = name in bundle.files or name in _MUTABLE
+            if not known and (bundle.path / name).is_file():
+                raise BundleError(
+                    f"{bundle.path}: {name} does not belong to this bundle. Move it out of the folder."
+                )
+
+
+def _check_contents(bundle: Bundle, *, fully: bool) -> None:
+    """By checksums; by SHA-256 files that have none, or `fully` all."""
+    quick = [
+        name for name, record in bundle.files.items() if not fully and record.xxh3 is not None
+    ]
+    checksums = checksums_of([bundle.path / name for name in quick])
+    for name, checksum in zip(quick, checksums, strict=True):
+        _compare(bundle, name, "xxh3", checksum, bundle.files[name].xxh3)
+    for name in [name for name in bundle.files if name not in quick]:
+        record, digests = bundle.files[name], digests_of(bundle.path / name)
+        _compare(bundle, name, "sha256", digests.sha256, record.sha256)
+        if record.xxh3 is not None:
+            _compare(bundle, name, "xxh3", digests.xxh3, record.xxh3)
+
+
+def _compare(bundle: Bundle, name: str, kind: str, seen: str, expected: object) -> None:
+    if seen != expected:
+        raise BundleError(
+            f"{bundle.path}: {name} was changed: {kind} {seen[:12]}…, "
+            f"expected {str(expected)[:12]}…. {_MEND}"
+        )

@@ -1,70 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of large files, remembered for as long as nothing about a file changes.
+"""Files that were found to be what they should be, remembered for as long as nothing about them changes.
 
-Hashing the weights takes several times as long as mapping them. What is remembered lies in the user's cache
-folder, by path; inode, size and the times of the last change, of which `ctime` cannot be set back, must all be
-the same. That finds every file that was written to, not a disk that decays: `dspark-trt check` reads everything.
+What is remembered is one hash over what was expected of each file and over its inode, size and times of the last
+change, of which `ctime` cannot be set back. That finds every file that was written to, not a disk that decays:
+`dspark-trt inspect --verify` and `check` read everything. It is the name of an empty file in the user's cache
+folder: looking it up reads nothing, and processes that remember at the same time cannot damage it.
 """
 
 import contextlib
-import json
+import hashlib
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from dspark_trt.files import sha256_of_file, write_json
-
-_SMALLEST_BYTES = 1 << 20  # below, hashing is as fast as looking up
-_MOST_FILES = 256
-# Clocks of file systems tick slowly: a second write right after the first could carry the same time.
-_SETTLED_S = 2.0
-
-
-def verified_sha256(path: Path) -> str:
-    """The file's hash, computed only if the file is new here or has changed."""
-    state = _state(path)
-    if state["size"] < _SMALLEST_BYTES:
-        return sha256_of_file(path)
-    name = str(path.resolve())
-    known = _read().get(name)
-    if isinstance(known, dict) and known.get("state") == state and known.get("sha256"):
-        return str(known["sha256"])
-    digest = sha256_of_file(path)
-    if _state(path) == state and time.time() - state["ctime_ns"] / 1e9 > _SETTLED_S:
-        _remember(name, {"state": state, "sha256": digest})
-    return digest
+_MOST = 256
+# A second write may carry the time of the first: clocks of file systems tick. With nanoseconds they tick as
+# the kernel's (at most 10 ms), others every second or two (ext3, HFS+, FAT).
+_FINE_TICK_S = 0.05
+_COARSE_TICK_S = 2.5
 
 
-def _state(path: Path) -> dict[str, int]:
-    found = path.stat()
-    return {
-        "device": found.st_dev,
-        "inode": found.st_ino,
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-    }
+class _State(NamedTuple):
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
 
 
-def _file() -> Path:
+def verify_once(
+    expected: Mapping[str, str], verify: Callable[[], None], *, again: bool = False
+) -> None:
+    """Call `verify`, unless it returned before with these very files and nothing about them has changed since.
+
+    Args:
+        expected: for each path what `verify` compares the file's content with.
+        verify: raises if a file is not what is expected of it.
+        again: call it in any case.
+
+    Raises:
+        OSError: a file is not there.
+    """
+    started_s = time.time()
+    before = _states(expected)
+    name = _name(expected, before)
+    if not again and _is_known(name):
+        return
+    verify()
+    settled = all(_settled(state, started_s) for state in before)
+    if settled and _states(expected) == before:
+        _remember(name)
+
+
+def _states(paths: Iterable[str]) -> list[_State]:
+    found = map(os.stat, paths)
+    return [
+        _State(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns)
+        for each in found
+    ]
+
+
+def _settled(state: _State, now_s: float) -> bool:
+    """Whatever is written from `now_s` on gives the file another time."""
+    is_fine = state.ctime_ns % 10_000_000
+    return now_s - state.ctime_ns / 1e9 > (_FINE_TICK_S if is_fine else _COARSE_TICK_S)
+
+
+def _name(expected: Mapping[str, str], states: list[_State]) -> str:
+    text = repr([*zip(expected.values(), map(tuple, states), strict=True)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "dspark-trt" / "verified.json"
+    return Path(base) / "dspark-trt" / "verified"
 
 
-def _read() -> dict[str, Any]:
+def _is_known(name: str) -> bool:
     try:
-        found = json.loads(_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # none yet, damaged, or no home
-        return {}
-    return found if isinstance(found, dict) else {}
+        return (_folder() / name).exists()
+    except (OSError, RuntimeError):  # no right to look, or no home
+        return False
 
 
-def _remember(name: str, entry: dict[str, Any]) -> None:
-    """Newest last; the oldest go. Where nothing can be written, nothing is remembered."""
-    entries = _read()
-    entries.pop(name, None)
-    kept = dict(list(entries.items())[-(_MOST_FILES - 1) :])
+def _remember(name: str) -> None:
+    """The oldest go. Where nothing can be written, nothing is remembered."""
     with contextlib.suppress(OSError, RuntimeError):
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        write_json(_file(), {**kept, name: entry})
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+        found = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        for file in found[:-_MOST]:
+            file.unlink()

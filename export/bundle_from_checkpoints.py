@@ -111,7 +111,7 @@ def export_bundle(
             )
     except OSError as error:
         raise ExportError(f"cannot write {output}: {error.strerror or error}") from error
-    return load_bundle(output, verify_hashes=False)
+    return load_bundle(output)  # read once more, so that the next load need not
 
 
 class _Part(NamedTuple):

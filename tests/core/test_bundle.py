@@ -2,13 +2,16 @@
 """The bundle loader: whole bundles load anywhere, and each kind of damage has its own sentence."""
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dspark_trt import verified_files
 from dspark_trt.bundle import Bundle, Source, load_bundle, record_files, write_manifest
 from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.errors import BundleError
@@ -18,14 +21,15 @@ VERSIONS = {"dspark-trt": "0", "torch": "1"}
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    """Real descriptions over files that nobody runs."""
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """Real descriptions over files that nobody runs; nothing was verified before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     draft = read_draft(write_draft(tmp_path / "draft", max_positions=300))
     target = read_target(write_target(tmp_path / "target", max_positions=200))
     path = tmp_path / "bundle"
     (path / "tokenizer").mkdir(parents=True)
     for name in ("draft.onnx", "context.onnx", "weights.bin", "tokenizer/tokenizer.json"):
-        (path / name).write_bytes(name.encode() * 50)
+        (path / name).write_bytes(f"{name:24}".encode() * 50)
     made = Bundle(
         path=path,
         dtype="float16",
@@ -50,6 +54,7 @@ def edit(bundle: Bundle, change: Callable[[dict[str, Any]], object]) -> None:
 def test_round_trip(bundle: Bundle) -> None:
     assert load_bundle(bundle.path) == bundle
     assert load_bundle(str(bundle.path)) == bundle
+    assert load_bundle(bundle.path, trust_earlier=False) == bundle
     assert bundle.graph_names == ("context", "draft")
     assert bundle.max_context_tokens == 200
 
@@ -115,6 +120,14 @@ def change_byte(bundle: Bundle) -> None:
     file.write_bytes(data)
 
 
+def swap_files(bundle: Bundle) -> None:
+    """Two of one size: names and sizes are what they were."""
+    draft, context = bundle.path / "draft.onnx", bundle.path / "context.onnx"
+    draft.rename(draft.with_suffix(".tmp"))
+    context.rename(draft)
+    draft.with_suffix(".tmp").rename(context)
+
+
 def append_byte(bundle: Bundle) -> None:
     with (bundle.path / "weights.bin").open("ab") as stream:
         stream.write(b"x")
@@ -127,6 +140,10 @@ def remove_weights(bundle: Bundle) -> None:
 def folder_instead_of_graph(bundle: Bundle) -> None:
     (bundle.path / "draft.onnx").unlink()
     (bundle.path / "draft.onnx").mkdir()
+
+
+def file_without_a_name(bundle: Bundle) -> None:
+    edit(bundle, lambda data: data["files"].update({"a\0b": {"sha256": "", "bytes": 0}}))
 
 
 def foreign_file(bundle: Bundle) -> None:
@@ -142,14 +159,16 @@ def foreign_file_in_a_folder(bundle: Bundle) -> None:
     [
         (
             change_byte,
-            r"weights.bin was changed: sha256 \w{12}…, expected \w{12}…. Restore it, or export",
+            r"weights.bin was changed: xxh3 \w{12}…, expected \w{12}…. Restore it, or export",
         ),
+        (swap_files, r"(draft|context).onnx was changed: xxh3"),
         (
             append_byte,
-            r"weights.bin has 551 bytes, expected 550. Restore it, or export the bundle again",
+            r"weights.bin has 1201 bytes, expected 1200. Restore it, or export the bundle again",
         ),
         (remove_weights, r"weights.bin is missing. Restore it, or export the bundle again"),
         (folder_instead_of_graph, r"draft.onnx is missing"),
+        (file_without_a_name, r"a\0b is missing"),
         (foreign_file, r"model.onnx does not belong to this bundle. Move it out of the folder"),
         (foreign_file_in_a_folder, r"tokenizer/vocab.txt does not belong to this bundle"),
     ],
@@ -159,6 +178,61 @@ def test_changed_missing_and_foreign_files(
 ) -> None:
     damage(bundle)
     with pytest.raises(BundleError, match=sentence):
+        load_bundle(bundle.path)
+
+
+def without_checksums(data: dict[str, Any]) -> None:
+    for record in data["files"].values():
+        del record["xxh3_16mib"]
+
+
+def test_bundles_from_before_there_were_checksums(bundle: Bundle) -> None:
+    """They load, have the same fingerprint, and are compared by SHA-256."""
+    edit(bundle, without_checksums)
+    loaded = load_bundle(bundle.path)
+    assert {record.xxh3 for record in loaded.files.values()} == {None}
+    assert loaded.fingerprint() == bundle.fingerprint()
+    write_manifest(loaded)
+    assert load_bundle(bundle.path) == loaded
+    change_byte(bundle)
+    with pytest.raises(BundleError, match=r"weights.bin was changed: sha256 \w{12}…"):
+        load_bundle(bundle.path)
+
+
+@pytest.mark.parametrize("key", ["sha256", "xxh3_16mib"])
+def test_full_verification_compares_every_hash(bundle: Bundle, key: str) -> None:
+    edit(bundle, lambda data: data["files"]["weights.bin"].update({key: "c" * 64}))
+    with pytest.raises(
+        BundleError, match=rf"weights.bin was changed: {key[:4]}.* expected cccccccccccc…"
+    ):
+        load_bundle(bundle.path, trust_earlier=False)
+
+
+def test_a_bundle_that_was_verified_is_compared_again_when_written_to(bundle: Bundle) -> None:
+    time.sleep(2 * verified_files._FINE_TICK_S)
+    for _ in range(2):
+        load_bundle(bundle.path)
+    assert len(list(verified_files._folder().iterdir())) == 1  # it was, and is remembered
+    times = (bundle.path / "weights.bin").stat()
+    change_byte(bundle)
+    os.utime(bundle.path / "weights.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(BundleError, match=r"weights.bin was changed: xxh3"):
+        load_bundle(bundle.path)
+
+
+def test_a_folder_that_cannot_be_written_to(bundle: Bundle) -> None:
+    for path in (bundle.path, *bundle.path.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for trust_earlier in (True, True, False):
+        assert load_bundle(bundle.path, trust_earlier=trust_earlier) == bundle
+
+
+def test_a_file_that_cannot_be_read(bundle: Bundle) -> None:
+    (bundle.path / "weights.bin").unlink()
+    (bundle.path / "weights.bin").symlink_to("weights.bin")
+    with pytest.raises(
+        BundleError, match=r"bundle cannot be read: .*weights.bin.*. Restore it, or export"
+    ):
         load_bundle(bundle.path)
 
 

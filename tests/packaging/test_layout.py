@@ -73,7 +73,8 @@ def test_versions_agree() -> None:
 def test_base_install_has_no_heavy_library() -> None:
     """What a bundle needs on a CPU, except onnxruntime; everything else is an extra."""
     base = {name(requirement) for requirement in CONFIG["project"]["dependencies"]}
-    assert base <= {"jinja2", "numpy", "prometheus-client", "rich", "tokenizers", "typer"}
+    light = {"jinja2", "numpy", "prometheus-client", "rich", "tokenizers", "typer", "xxhash"}
+    assert base <= light
     extras = CONFIG["project"]["optional-dependencies"]
     assert {"cpu", "gpu", "export", "tensorrt", "tensorrt-rtx", "dev"} <= set(extras)
     assert [name(r) for r in extras["cpu"]] == ["onnxruntime"]
