@@ -36,6 +36,15 @@ def command(
             show_default=False,
         ),
     ] = None,
+    cache_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Of each cache that the server keeps for a sequence of requests. Default: caches are "
+            "inputs and outputs of the graphs.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     max_batch: Annotated[
         int, typer.Option(help="Requests decoded at the same time.", min=1)
     ] = 8,
@@ -75,6 +84,7 @@ def command(
         ),
         graphs={each: _contract(loaded, each) for each in _graphs(loaded, graph)},
         tensorrt_version=tensorrt_version,
+        cache_rows=cache_rows,
         overwrite=overwrite,
     )
     if json:
@@ -90,8 +100,8 @@ def command(
         return
     for model in (written.model, *written.parts):
         console.print(model, highlight=False)
-    for engine, reason in written.left_out.items():
-        _say(f"{engine} is no model: {reason}")
+    for name, reason in written.left_out.items():
+        _say(f"{name} is no model: {reason}")
     _say(f"tritonserver --model-repository {output}")
     if written.parts_path is not None:
         _say(f"loads {written.model}; the others with --model-repository {written.parts_path}")

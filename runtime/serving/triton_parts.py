@@ -3,6 +3,9 @@
 
 A graph whose tensors all begin with the batch, and that has no caches, is batched by the server. The others take a
 whole batch in one request: rows of several requests are one dimension, or caches would be copied together.
+
+Graphs with caches can be models of sequences instead: one request of the engine is one sequence, and the server
+keeps its caches (Triton's implicit state). Each model keeps its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +22,7 @@ from dspark_trt.engine_manifest import (
     read_engine_manifest,
 )
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.serving.triton_tensors import ModelTensor
+from dspark_trt.runtime.serving.triton_tensors import ModelState, ModelTensor
 
 _DTYPES = {
     "float32": "TYPE_FP32",
@@ -52,26 +55,81 @@ class Part:
     max_batch: int
     profiles: int = 0
     plans: Mapping[str, str] = field(default_factory=dict)  # compute capability -> file
+    states: tuple[ModelState, ...] = ()
 
 
-def onnx_part(bundle: Bundle, graph: str, contract: GraphBindings, *, max_batch: int) -> Part:
-    """A graph: a file, or a folder with its weights, as the server has models of several files.
+def onnx_parts(
+    bundle: Bundle,
+    graphs: Mapping[str, GraphBindings],
+    *,
+    max_batch: int,
+    cache_rows: int | None = None,
+) -> tuple[tuple[Part, ...], dict[str, str]]:
+    """Graphs as models: files, or folders with weights, as the server has models of several files.
+
+    Args:
+        bundle: that has them.
+        graphs: with their contracts.
+        max_batch: what the server may join.
+        cache_rows: of each cache that the server keeps for a sequence; None: caches are inputs and outputs.
+
+    Returns:
+        The models, and by name what is left out and why.
 
     Raises:
         BundleError: the bundle has no such graph.
     """
+    parts, left_out = [], {}
+    for graph, contract in graphs.items():
+        if cache_rows is not None and all(_is_cache(b) for b in contract.outputs):
+            left_out[graph] = (
+                "it fills caches for other graphs, and the server keeps the caches of each model apart. "
+                "Prompts go through the draft graphs, as new_taps"
+            )
+        else:
+            parts.append(_onnx_part(bundle, graph, contract, max_batch, cache_rows))
+    return tuple(parts), left_out
+
+
+def _onnx_part(
+    bundle: Bundle, graph: str, contract: GraphBindings, max_batch: int, cache_rows: int | None
+) -> Part:
     path = bundle.graph_path(graph)
     files = {_GRAPH: path.name}
     if WEIGHTS.encode() in path.read_bytes():
         files = {f"{_GRAPH}/{_GRAPH}": path.name, f"{_GRAPH}/{WEIGHTS}": WEIGHTS}
-    is_batched = _is_batched(contract)
+    sent, states = contract, tuple[ModelState, ...]()
+    if cache_rows is not None:
+        sent = GraphBindings(
+            tuple(b for b in contract.inputs if not _is_cache(b)),
+            tuple(b for b in contract.outputs if not _is_cache(b)),
+        )
+        states = _states(contract, cache_rows, _is_batched(sent))
+    is_batched = _is_batched(sent)
     return Part(
         name=graph,
         platform=Platform.ONNX,
         files=files,
-        inputs=_tensors(contract.inputs, is_batched),
-        outputs=_tensors(contract.outputs, is_batched),
+        inputs=_tensors(sent.inputs, is_batched),
+        outputs=_tensors(sent.outputs, is_batched),
         max_batch=max_batch if is_batched else 0,
+        states=states,
+    )
+
+
+def _states(contract: GraphBindings, rows: int, is_batched: bool) -> tuple[ModelState, ...]:
+    """Of one request: the server joins those of several where it batches."""
+    sizes: dict[int | str, int | str] = {"batch": 1, "capacity": rows}
+    return tuple(
+        ModelState(
+            past.name,
+            present.name,
+            _DTYPES[past.dtype],
+            tuple(int(sizes.get(size, size)) for size in past.shape)[is_batched:],
+        )
+        for past, present in zip(
+            filter(_is_cache, contract.inputs), filter(_is_cache, contract.outputs), strict=True
+        )
     )
 
 
@@ -167,7 +225,11 @@ def _of_one_version(found: Sequence[EngineSet], version: str | None) -> list[Eng
 
 def _is_batched(contract: GraphBindings) -> bool:
     tensors = (*contract.inputs, *contract.outputs)
-    return all(b.shape[0] == "batch" and "capacity" not in b.shape for b in tensors)
+    return all(b.shape[0] == "batch" and not _is_cache(b) for b in tensors)
+
+
+def _is_cache(binding: Binding) -> bool:
+    return "capacity" in binding.shape
 
 
 def _tensors(tensors: Iterable[Binding], is_batched: bool) -> tuple[ModelTensor, ...]:

@@ -16,7 +16,7 @@ from dspark_trt.bundle import CALIBRATION, COST_TABLE, ENGINES, MANIFEST, Bundle
 from dspark_trt.errors import BundleError, RequestError
 from dspark_trt.files import new_directory
 from dspark_trt.runtime.serving.triton_config import EngineSettings, engine_config, part_config
-from dspark_trt.runtime.serving.triton_parts import onnx_part, plan_parts
+from dspark_trt.runtime.serving.triton_parts import onnx_parts, plan_parts
 
 PARTS = "parts"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -35,7 +35,7 @@ class Repository:
     model: str
     parts: tuple[str, ...]
     parts_path: Path | None  # the repository of the parts, if there are any
-    left_out: Mapping[str, str]  # engines that are no models, and why
+    left_out: Mapping[str, str]  # engines and graphs that are no models, and why
 
 
 def write_repository(
@@ -46,6 +46,7 @@ def write_repository(
     settings: EngineSettings | None = None,
     graphs: Mapping[str, GraphBindings] | None = None,
     tensorrt_version: str | None = None,
+    cache_rows: int | None = None,
     overwrite: bool = False,
 ) -> Repository:
     """Write a repository.
@@ -58,9 +59,11 @@ def write_repository(
         output: folder to make.
         name: of the engine's model; default: the bundle's folder. Parts are `<name>_<graph>`, engines of them
             `<name>_<graph>_plan`.
-        settings: of the engine; its batch and kind of device are those of parts too.
+        settings: of the engine; its batch, threads and kind of device are those of parts too.
         graphs: graphs to serve by themselves, with their contracts.
         tensorrt_version: of the engines to serve, where the bundle has several.
+        cache_rows: of each cache that the server keeps for a sequence; None: caches are inputs and outputs of
+            graphs.
         overwrite: replace a repository that this function wrote.
 
     Raises:
@@ -76,11 +79,11 @@ def write_repository(
         raise BundleError(f"{bundle.path} has no target. Export it again with --target")
     _check_output(output, name, overwrite)
     settings, graphs = settings or EngineSettings(), graphs or {}
+    onnx, unshared = onnx_parts(
+        bundle, graphs, max_batch=settings.max_batch, cache_rows=cache_rows
+    )
     plans, left_out = plan_parts(bundle, graphs, version=tensorrt_version)
-    parts = [
-        *(onnx_part(bundle, *each, max_batch=settings.max_batch) for each in graphs.items()),
-        *plans,
-    ]
+    parts = (*onnx, *plans)
     with new_directory(output, replace=overwrite) as folder:
         held = folder / name / "1" / "bundle"
         _write_engine(bundle, folder / name, settings)
@@ -88,13 +91,13 @@ def write_repository(
             home = folder / name / PARTS / f"{name}_{part.name}"
             for file, source in part.files.items():
                 _place(held / source, home / "1" / file)
-            text = part_config(home.name, part, on_gpu=settings.on_gpu)
+            text = part_config(home.name, part, settings)
             (home / "config.pbtxt").write_text(text, encoding="utf-8")
     return Repository(
         model=name,
         parts=tuple(f"{name}_{part.name}" for part in parts),
         parts_path=output / name / PARTS if parts else None,
-        left_out=left_out,
+        left_out=unshared | left_out,
     )
 
 

@@ -16,6 +16,16 @@ class ModelTensor:
     reshape: tuple[int, ...] | None = None  # what the model takes for `dims`; None: the same
 
 
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What the server keeps between two requests of a sequence, zeros at first."""
+
+    input_name: str
+    output_name: str
+    data_type: str
+    dims: tuple[int, ...]
+
+
 # Input name -> field of SamplingParams.
 SAMPLING = {
     "max_tokens": "max_new_tokens",

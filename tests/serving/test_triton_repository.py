@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 from typer.testing import CliRunner
 
-from dspark_trt.bundle import FUSED_TARGET, Bundle, load_bundle, record_files, write_manifest
+from dspark_trt.bundle import Bundle, load_bundle
 from dspark_trt.cli import build_app
 from dspark_trt.engine_manifest import (
     EngineSet,
@@ -27,10 +27,9 @@ from dspark_trt.engine_manifest import (
 from dspark_trt.errors import BundleError, RequestError
 from dspark_trt.export.engines.build import BuildOptions, build_engines, plan_build
 from dspark_trt.export.engines.profiles import profiles_for
-from dspark_trt.plugins.attach import attach_to_file
-from dspark_trt.plugins.contract import VerifyMode
 from dspark_trt.runtime.serving.triton_repository import write_repository
 from tests.conftest import ExportBundle, copied
+from tests.serving.triton_rounds import with_fused_target
 
 ONNX_TYPES = {
     "tensor(float)": "TYPE_FP32",
@@ -99,17 +98,7 @@ def of_graph(tensors: Iterable[Any]) -> Tensors:
 @pytest.fixture(scope="module")
 def fused_bundle(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The shipped example as `export --fused-verify` writes it."""
-    path = shutil.copytree(tiny_bundle.path, tmp_path_factory.mktemp("fused") / "bundle")
-    attach_to_file(
-        path / "target.onnx",
-        path / f"{FUSED_TARGET}.onnx",
-        mode=VerifyMode.REJECTION,
-        gamma=tiny_bundle.draft.gamma,
-        logits="logits",
-    )
-    (path / "bundle.json").unlink()
-    write_manifest(replace(tiny_bundle, path=path, files=record_files(path)))
-    return load_bundle(path)
+    return with_fused_target(tiny_bundle, tmp_path_factory.mktemp("fused") / "bundle")
 
 
 def test_a_repository_holds_the_bundle_and_its_parts(
