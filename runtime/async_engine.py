@@ -3,14 +3,15 @@
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
-from dspark_trt.errors import DSparkError, EngineClosedError
-from dspark_trt.runtime.engine import Engine
+from dspark_trt.errors import DSparkError, EngineClosedError, RequestError
+from dspark_trt.runtime.engine import Engine, require_own_process
 from dspark_trt.runtime.request import Completion, Request, TokenEvent
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class AsyncEngine:
         self._failure: DSparkError | None = None
         self._stopping = threading.Lock()  # notes are left before the thread stops, or refused
         self._is_stopped = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
         self._thread.start()
 
@@ -99,8 +101,9 @@ class AsyncEngine:
                 done.set_result(completion)
 
         known: list[int] = []
-        self._leave(lambda: self._submit([request], deliver, known)).result()
+        self._require_other_thread()
         try:
+            self._leave(lambda: self._submit([request], deliver, known)).result()
             return done.result(timeout_s)
         except TimeoutError:
             raise TimeoutError(
@@ -115,6 +118,7 @@ class AsyncEngine:
 
     def status(self) -> dict[str, Any]:
         """See `Engine.status`. Waits for the round under way."""
+        self._require_other_thread()
         return self.call(lambda engine: engine.status()).result()
 
     @property
@@ -129,6 +133,7 @@ class AsyncEngine:
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Stop: refuse new requests, let running ones finish for `drain_s` seconds, abort the rest."""
+        self._require_other_thread()
         self._is_closing = True
         self._leave(lambda: None)  # wakes the thread; it stops when nothing is left to do
         self._thread.join(drain_s)
@@ -146,6 +151,7 @@ class AsyncEngine:
 
     def _leave(self, work: Callable[[], T]) -> "Future[T]":
         """A note for the engine's thread; the future has what the work returned or raised."""
+        require_own_process(self._process)
         future: Future[T] = Future()
 
         def obey() -> None:
@@ -162,6 +168,13 @@ class AsyncEngine:
             else:
                 self._notes.put(obey)
         return future
+
+    def _require_other_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RequestError(
+                "this call waits for the engine's thread and was made by that thread itself, as masks, observers "
+                "and `call` run there. Make it from another thread"
+            )
 
     def _forget(self, request_ids: list[int]) -> None:
         """Drop requests whether they are queued, running or finished. Read after the note that fills the list."""

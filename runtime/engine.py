@@ -6,6 +6,7 @@ fails, ends alone: a request whose logits, masks or backend calls fail gets its 
 """
 
 import logging
+import os
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Listed
 from dataclasses import asdict, dataclass
@@ -14,7 +15,13 @@ from typing import Any, Self
 
 from dspark_trt.bundle import Bundle, load_bundle
 from dspark_trt.config import ConfidenceInput
-from dspark_trt.errors import BackendError, BundleError, CapacityError, RequestError
+from dspark_trt.errors import (
+    BackendError,
+    BundleError,
+    CapacityError,
+    EngineClosedError,
+    RequestError,
+)
 from dspark_trt.runtime.admission import AdmissionLimits, WaitingQueue
 from dspark_trt.runtime.backends import Backend, open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions, RunsRounds, TargetModel
@@ -82,6 +89,19 @@ class EngineOptions:
             raise RequestError(
                 "a prefix cache holds drafter rows by position: it cannot be used with drafter_rebase_tokens"
             )
+
+
+def require_own_process(opened_in: int) -> None:
+    """Threads stay behind in a fork: whoever waits for them waits for ever.
+
+    Raises:
+        EngineClosedError: this is another process than the one that opened the engine.
+    """
+    if os.getpid() != opened_in:
+        raise EngineClosedError(
+            f"the engine was opened in process {opened_in}, and its threads did not come into this fork of it. "
+            "Open an engine in each process"
+        )
 
 
 class Engine:
@@ -168,6 +188,8 @@ class Engine:
         )
         self._known: dict[int, Sequence] = {}
         self._next_id = 0
+        self._in_round = self._is_closed = False
+        self._process = os.getpid()
 
     def _refuses_launching(self, backend: Backend, target: TargetModel | None) -> str | None:
         """Why no round of this engine is launched at once; None: the backend does that."""
@@ -237,7 +259,11 @@ class Engine:
             RequestError: a token outside the vocabulary, or text asked of a bundle without tokenizer.
             CapacityError: the prompt leaves no room for a token, or exceeds `max_cached_tokens`.
             QueueFullError: too many requests wait.
+            EngineClosedError: the engine is closed, or was opened before this process was forked.
         """
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed and takes no more requests")
+        require_own_process(self._process)
         self._check(request)
         stop = request.params.stop_token_ids
         sequence = Sequence(
@@ -424,7 +450,10 @@ class Engine:
             self._prefixes.check_integrity()
 
     def close(self) -> None:
-        """Free the caches. The engine cannot be used afterwards."""
+        """Abort what runs and free the caches: the engine takes no requests afterwards."""
+        self._is_closed = True
+        for sequence in [*self._waiting, *self._rounds.active]:
+            self._end(sequence, FinishReason.ABORTED)
         self._rounds.drafter.close()
         self._rounds.target.close()
 
@@ -463,7 +492,11 @@ class Engine:
         if not count:
             return
         prefilling = [s for s in self._rounds.active[:count] if s.is_prefilling]
-        report = self._rounds.run(count, is_plain=is_plain)
+        self._in_round = True
+        try:
+            report = self._rounds.run(count, is_plain=is_plain)
+        finally:
+            self._in_round = False
         for sequence in prefilling:
             if not sequence.is_prefilling and sequence.finish_reason is None:
                 self._store_prefix(sequence)
@@ -530,7 +563,9 @@ class Engine:
         if self._waiting.remove(sequence):
             self.metrics.waiting = len(self._waiting)
             self.metrics.finish(reason)
-        else:
+        elif (
+            not self._in_round
+        ):  # where a mask or a host's target asks, rows stay until it ends
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -105,7 +105,9 @@ class Sequence:
         self._emit(tokens[:kept], kinds[:kept], "".join(text), (logprobs or [])[:kept])
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """End without a further token."""
+        """End without a further token; what has ended stays as it is."""
+        if self.finish_reason is not None:
+            return
         self.finish_reason, self.error = reason, error
         self._emit([], [], "", [])
 

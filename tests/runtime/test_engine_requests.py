@@ -3,13 +3,20 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.errors import BackendError, CapacityError, QueueFullError, RequestError
+from dspark_trt.errors import (
+    BackendError,
+    CapacityError,
+    EngineClosedError,
+    QueueFullError,
+    RequestError,
+)
 from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import PaysCapacity
 from dspark_trt.runtime.engine import Engine, EngineOptions
@@ -140,6 +147,45 @@ def test_a_failing_mask_ends_its_request_only(engine: Engine) -> None:
     assert "the mask has shape (7,), expected (2048,)" in (done[2].error or "")
     assert len(done[1].token_ids) <= 3
     assert list(done[3].token_ids) == ITEMS[3]["output_ids_ignore_eos"][:40]
+
+
+def test_a_mask_may_abort_requests(engine: Engine) -> None:
+    """Its own and others, those already seen to in this round as well: rows stay until it ends."""
+    ids: list[int] = []
+
+    def mask(output: Any) -> Any:
+        if len(output) > 4:
+            for each in ids[:3]:
+                engine.abort(each)
+            raise RuntimeError("aborted already")
+        return np.ones(VOCAB, np.bool_)
+
+    asked = [request(item["prompt_ids"], max_new_tokens=12) for item in ITEMS[:4]]
+    asked[1] = replace(asked[1], allowed_tokens=mask)
+    alone = engine.generate([asked[3]])[0]
+    ids += [engine.submit(each) for each in asked]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    ends = [engine.events(each)[-1].finish_reason for each in ids]
+    assert ends == [FinishReason.ABORTED] * 3 + [FinishReason.LENGTH]
+    done = [engine.take(each) for each in ids]
+    assert done[3].token_ids == alone.token_ids
+
+
+def test_a_closed_engine_ends_what_runs_and_says_so(tiny_bundle: Bundle) -> None:
+    engine = Engine.load(tiny_bundle, options=EngineOptions(max_batch=1))
+    answer = engine.stream(request(ITEMS[0]["prompt_ids"], max_new_tokens=100))
+    next(answer)
+    waiting = engine.submit(request(ITEMS[1]["prompt_ids"]))
+    engine.close()
+    assert [event.finish_reason for event in answer] == [FinishReason.ABORTED]
+    assert engine.take(waiting).finish_reason == FinishReason.ABORTED
+    assert not engine.has_work
+    engine.step()
+    engine.close()
+    with pytest.raises(EngineClosedError, match="the engine is closed and takes no more"):
+        engine.generate([request(ITEMS[0]["prompt_ids"])])
 
 
 def test_stop_strings_across_token_boundaries(engine: Engine, tiny_bundle: Bundle) -> None:

@@ -3,7 +3,10 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,6 +267,37 @@ def test_closing_drains_then_aborts_and_refuses(tiny_bundle: Bundle) -> None:
     assert finished[0].finish_reason is FinishReason.ABORTED
     with pytest.raises(EngineClosedError, match="takes no more requests"):
         service.generate(long)
+
+
+def test_the_engines_own_thread_does_not_wait_for_itself(service: AsyncEngine) -> None:
+    for wait in (service.close, service.status, lambda: service.generate(variant(0))):
+        with pytest.raises(RequestError, match="was made by that thread itself"):
+            service.call(lambda _, wait=wait: wait()).result(20)
+    assert service.generate(variant(0), timeout_s=20).finish_reason is not None
+
+
+def test_a_fork_is_told_to_open_its_own_engine(service: AsyncEngine) -> None:
+    """Its threads stayed behind: a request would wait for ever."""
+    service.generate(variant(0), timeout_s=20)
+    child = os.fork()
+    if not child:
+        told = 0
+        for ask in (service.generate, service.engine.submit):
+            try:
+                ask(variant(0))
+            except EngineClosedError as error:
+                told += "Open an engine in each process" in str(error)
+        os._exit(told)
+    for _ in range(200):
+        done, code = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the fork waits")
+    assert os.waitstatus_to_exitcode(code) == 2
 
 
 def test_a_defect_ends_every_request_instead_of_hanging(tiny_bundle: Bundle) -> None:
