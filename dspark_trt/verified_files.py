@@ -18,7 +18,7 @@ from typing import NamedTuple
 _MOST = 256
 # A second write may carry the time of the first: clocks of file systems tick. With nanoseconds they tick as
 # the kernel's (at most 10 ms), others every second or two (ext3, HFS+, FAT).
-_FINE_TICK_S = 0.05
+_FINE_TICK_S = 0.02
 _COARSE_TICK_S = 2.5
 
 
@@ -73,14 +73,19 @@ def _name(expected: Mapping[str, str], states: list[_State]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _folder() -> Path:
+def memory() -> Path:
+    """The folder of what was verified.
+
+    Raises:
+        RuntimeError: there is no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dspark-trt" / "verified"
 
 
 def _is_known(name: str) -> bool:
     try:
-        return (_folder() / name).exists()
+        return (memory() / name).exists()
     except (OSError, RuntimeError):  # no right to look, or no home
         return False
 
@@ -88,7 +93,7 @@ def _is_known(name: str) -> bool:
 def _remember(name: str) -> None:
     """The oldest go. Where nothing can be written, nothing is remembered."""
     with contextlib.suppress(OSError, RuntimeError):
-        folder = _folder()
+        folder = memory()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
         found = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)

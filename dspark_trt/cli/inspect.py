@@ -79,6 +79,10 @@ def command(
     settings: Settings = None,
     gamma: Gamma = None,
     revision: Revision = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Of a bundle: read every file, compare its SHA-256."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a bundle or engine holds, or how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
@@ -90,6 +94,8 @@ def command(
         gamma=gamma,
         revision=revision,
     )
+    if verify:
+        load_bundle(checkpoint, trust_earlier=False)
     report = describe(checkpoint, overrides=overrides, target=target)
     if as_json:
         print_json(report.to_json())

@@ -16,6 +16,7 @@ from dspark_trt.bundle import Bundle, Source, load_bundle, record_files, write_m
 from dspark_trt.checkpoint import read_draft, read_target
 from dspark_trt.errors import BundleError
 from tests.checkpoints import write_draft, write_target
+from tests.command_line import dspark
 
 VERSIONS = {"dspark-trt": "0", "torch": "1"}
 
@@ -208,11 +209,22 @@ def test_full_verification_compares_every_hash(bundle: Bundle, key: str) -> None
         load_bundle(bundle.path, trust_earlier=False)
 
 
+def test_full_verification_from_the_command_line(bundle: Bundle) -> None:
+    assert dspark("inspect", bundle.path, "--verify").code == 0
+    change_byte(bundle)
+    edit(bundle, without_checksums)
+    assert dspark("inspect", bundle.path).code == 0
+    ran = dspark("inspect", bundle.path, "--verify")
+    assert ran.code == 2
+    assert "weights.bin was changed: sha256" in ran.stderr.replace("\n", " ")
+    assert dspark("inspect", bundle.path.parent / "draft", "--verify").code == 2  # no bundle
+
+
 def test_a_bundle_that_was_verified_is_compared_again_when_written_to(bundle: Bundle) -> None:
     time.sleep(2 * verified_files._FINE_TICK_S)
     for _ in range(2):
         load_bundle(bundle.path)
-    assert len(list(verified_files._folder().iterdir())) == 1  # it was, and is remembered
+    assert len(list(verified_files.memory().iterdir())) == 1  # it was, and is remembered
     times = (bundle.path / "weights.bin").stat()
     change_byte(bundle)
     os.utime(bundle.path / "weights.bin", ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -23,6 +23,7 @@ import onnx
 import pytest
 
 import dspark_trt
+from dspark_trt import verified_files
 from dspark_trt.bundle import Bundle, load_bundle
 from dspark_trt.checkpoint import (
     DraftCheckpoint,
@@ -279,7 +280,11 @@ def test_a_folder_that_may_not_be_written(pair: Pair, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ exports that begin
 
 
-def test_a_new_bundle_replaces_an_old_one_and_reports_on_its_way(tmp_path: Path) -> None:
+def test_a_new_bundle_replaces_an_old_one_and_reports_on_its_way(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(verified_files, "_FINE_TICK_S", 0.0)  # a tiny export is fast
     draft = read_draft(write_draft(tmp_path / "draft", **SMALLEST))
     output = tmp_path / "bundle"
     output.mkdir()
@@ -287,10 +292,12 @@ def test_a_new_bundle_replaces_an_old_one_and_reports_on_its_way(tmp_path: Path)
         (output / name).write_text("{}")
     reports: list[Progress] = []
     bundle = export_bundle(draft, None, output, overwrite=True, on_progress=reports.append)
+    remembered = [*verified_files.memory().iterdir()]
     assert not (output / "old.onnx").exists()
     assert not (output / "calibration.json").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle", "draft"]
     assert load_bundle(output) == bundle
+    assert [*verified_files.memory().iterdir()] == remembered != []  # it read nothing again
     stages = [report.stage for report in reports]
     assert stages == sorted(stages, key=["trace", "write", "hash"].index)
     assert set(stages) == {"trace", "write", "hash"}
