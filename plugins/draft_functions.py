@@ -17,6 +17,11 @@ from dspark_trt.plugins.functions import FLOAT, INT64, STEPS, dspark
 from dspark_trt.plugins.specification import BLOCK, SPREAD, UNIFORM_STEPS
 
 
+# Divides the logits of greedy rows: whatever lies below the maximum by one bit has probability zero then. The
+# uniform 0 takes the first token of those that have the maximum.
+COLD = 1e-30
+
+
 @script(dspark, default_opset=op)
 def PickColumn(weights, uniforms):  # [B, n], [B, 1] -> int64 [B, 1]
     """The first place where the running sum is above uniform · total: `functions.Pick` where sums only grow.
@@ -61,12 +66,11 @@ def sample_draft_function(vocab_size: int) -> Any:
         # [B, 1, V], [B], [B, K], [1] -> int64 [B, 1]
         heat = op.Unsqueeze(temperature, [1])
         greedy = heat < GREEDY_BELOW
-        divisor = op.Unsqueeze(op.Where(greedy, 1.0, heat), [2])
+        divisor = op.Unsqueeze(op.Where(greedy, COLD, heat), [2])
+        own = op.Where(greedy, 0.0, uniforms)
         place = op.Constant(value_ints=slot)
-        first = op.Gather(uniforms, place, axis=1)
-        second = op.Gather(SpreadUniforms(uniforms), place, axis=1)
-        p = op.Softmax(logits / divisor, axis=2)
-        best = op.ArgMax(logits, axis=2, keepdims=0)
-        return op.Where(greedy, best, draw(p, first, second))
+        first = op.Gather(own, place, axis=1)
+        second = op.Gather(SpreadUniforms(own), place, axis=1)
+        return draw(op.Softmax(logits / divisor, axis=2), first, second)
 
     return SampleDraft

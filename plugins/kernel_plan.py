@@ -77,7 +77,7 @@ class VerifyPlan:
     def workspace_bytes(self, batch: int) -> int:
         """Device memory beside inputs and results.
 
-        With S = ceil(V / 8192) chunks and N = ceil(V / 512) blocks a request takes
+        With S = ceil(V / 8192) chunks and N = ceil(V / 256) blocks a request takes
         12·S·(K + 1) + 8·S·K + 8·N + 12·K + 48 bytes: nothing of size V for a drafted token.
         """
         between = (b for name, b in self.buffers.items() if name not in ("accepted", "tokens"))
