@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,19 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fixture_bundle(shared_folder: Path) -> ExportBundle:
+def traced_once(shared_folder: Path) -> Iterator[None]:
+    """Exports of this process trace no graph that another export of this run has traced."""
+    from dspark_trt.export import bundle_from_checkpoints
+    from tests.traced_once import TracedOnce
+
+    with pytest.MonkeyPatch.context() as patch:
+        trace = TracedOnce(shared_folder / "traced")
+        patch.setattr(bundle_from_checkpoints, "onnx_from_module", trace)
+        yield
+
+
+@pytest.fixture(scope="session")
+def fixture_bundle(shared_folder: Path, traced_once: None) -> ExportBundle:
     """`fixture_bundle("dspark-rnn", dtype="float16")`: the trained fixture with the tiny target, by
     `dspark-trt export` as the pages have it.
     """

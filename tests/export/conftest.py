@@ -65,6 +65,11 @@ RECIPES = {
 ToyBundle = Callable[[str], Toy]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _exports_share_traces(traced_once: None) -> None:
+    """Of this folder too."""
+
+
 @pytest.fixture(scope="session")
 def toy_bundle(shared_folder: Path) -> ToyBundle:
     def make(name: str) -> Toy:

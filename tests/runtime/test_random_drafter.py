@@ -18,7 +18,7 @@ ITEMS = golden_json("greedy_outputs")["items"]
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(tmp_path_factory: pytest.TempPathFactory, traced_once: None) -> Bundle:
     """A gated head, which no trained fixture has, in SpecForge's layout: embeddings are the target's."""
     folder = tmp_path_factory.mktemp("random")
     drafter: Path = write_draft(
