@@ -160,7 +160,8 @@ def plan_parts(
         if any(each.engines[graph].aliases for each in built):
             left_out[f"{graph}.engine"] = (
                 "its caches must be one memory as input and output, and Triton's TensorRT backend gives "
-                "each tensor a memory of its own. The engine's model runs it: --backend tensorrt"
+                "each tensor a memory of its own, states of sequences too. "
+                "The engine's model runs it: --backend tensorrt"
             )
         elif built:
             parts.append(_plan_part(bundle, graph, contract, built))

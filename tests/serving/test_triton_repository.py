@@ -2,7 +2,8 @@
 """What `triton-repo` writes, and what it refuses; test_triton.py runs it.
 
 No server of a package index has the backends `onnxruntime` and `tensorrt`: configurations of parts are read by
-the client's protobuf and held against the graphs themselves and the plans' manifests.
+the client's protobuf and held against the graphs themselves and the plans' manifests; test_triton_parts.py runs
+graphs.
 """
 
 import json
@@ -67,16 +68,20 @@ def config_of(model: Path) -> Any:
 
 def tensors_of(config: Any, tensors: Iterable[Any]) -> Tensors:
     """What a backend hands to the model: the batch in front, `reshape` for `dims`."""
-    from tritonclient.grpc import model_config_pb2
-
     batch = (-1,) if config.max_batch_size else ()
     return {
         each.name: (
-            model_config_pb2.DataType.Name(each.data_type),
+            type_of(each),
             (*batch, *(each.reshape.shape if each.HasField("reshape") else each.dims)),
         )
         for each in tensors
     }
+
+
+def type_of(tensor: Any) -> str:
+    from tritonclient.grpc import model_config_pb2
+
+    return str(model_config_pb2.DataType.Name(tensor.data_type))
 
 
 def graph_of(model: Path) -> Path:
@@ -155,6 +160,45 @@ def test_graphs_are_described_as_they_are(
         assert config.max_batch_size == (5 if is_head else 0)
         assert config.HasField("dynamic_batching") == is_head
         assert [group.kind for group in config.instance_group] == [2]  # KIND_CPU
+
+
+@pytest.mark.parametrize("drafter", ["fused", "dspark-rnn", "dflash", "eagle3"])
+def test_caches_are_states_of_sequences(
+    drafter: str, fixture_bundle: ExportBundle, fused_bundle: Bundle, tmp_path: Path
+) -> None:
+    """The server's own tensors and those of requests are together the graph's; requests name one batch row."""
+    bundle = fused_bundle if drafter == "fused" else fixture_bundle(drafter)
+    options = ["--max-batch", "5", "--threads", "2", "--cache-rows", "96"]
+    said = triton_repo(bundle, tmp_path / "repository", *options)
+    assert said["left_out"].keys() == {"context"}
+    assert "keeps the caches of each model apart" in said["left_out"]["context"]
+    stateful = set()
+    for name in said["parts"]:
+        model = Path(said["parts_repository"]) / name
+        config = config_of(model)
+        session = ort.InferenceSession(graph_of(model), providers=["CPUExecutionProvider"])
+        inputs, outputs = of_graph(session.get_inputs()), of_graph(session.get_outputs())
+        states = config.sequence_batching.state
+        for state in states:
+            row = (1, *state.dims) if config.max_batch_size else tuple(state.dims)
+            (initial,) = state.initial_state
+            assert (type_of(initial), initial.dims) == (type_of(state), state.dims)
+            assert initial.zero_data
+            for tensor, known in ((state.input_name, inputs), (state.output_name, outputs)):
+                kind, (_, heads, _, size) = known.pop(tensor)
+                assert row == (1, heads, 96, size)
+                assert kind == type_of(state)
+        assert tensors_of(config, config.input) == inputs
+        assert tensors_of(config, config.output) == outputs
+        assert not any(tensor.startswith(("past_", "present_")) for tensor in inputs | outputs)
+        assert config.parameters["intra_op_thread_count"].string_value == "2"
+        if states:
+            graph = name.removeprefix("chat_")
+            stateful.add(graph)
+            assert config.WhichOneof("scheduling_choice") == "sequence_batching"
+            assert config.sequence_batching.oldest.max_candidate_sequences == 5
+            assert config.max_batch_size == (0 if "target" in graph else 5)
+    assert {"draft", "target"} <= stateful
 
 
 def test_weights_are_on_the_disk_once(tiny_bundle: Bundle, tmp_path: Path) -> None:
