@@ -24,6 +24,7 @@ DRAFTERS = {
     "dflash": DATA / "drafters" / "dflash",
 }
 CHAINS = {"eagle3": DATA / "drafters" / "eagle3"}
+LONGEST = "test_engine_scale.py"
 
 ExportBundle = Callable[..., Bundle]
 
@@ -97,9 +98,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # pytest adds its handlers to loggers that do not propagate, and torch traces as soon as one has a
     # handler: exports take twice as long.
     logging.getLogger("torch.__trace").propagate = True
-    # Files with long tests first: no worker is left alone with one at the end.
+    # Files with long tests first: no worker is left alone with one at the end. The longest begins, which needs
+    # no shared bundle: the other worker exports the first, and nobody waits for it.
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item.path not in long, item.path.name != LONGEST))
     for item in items:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
