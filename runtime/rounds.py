@@ -427,8 +427,8 @@ class Rounds:
             own, context = drafted[standing.rows], context[standing.rows]
         share = self._max_tokens_per_step - len(self.active)
         share //= max(int(np.count_nonzero(own)), 1)
-        # Room is left for a token at least: a request whose context is full has ended.
-        room = self._max_context_tokens - 1 - context
+        # Of anchor, drafts and the target's own token; never below 0: full contexts have ended.
+        room = self._max_context_tokens - 2 - context
         most = np.minimum(room, min(max(share, 0), self._gamma))
         return DraftedRequests(
             rows=standing.rows,

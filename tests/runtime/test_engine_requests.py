@@ -149,6 +149,20 @@ def test_a_failing_mask_ends_its_request_only(engine: Engine) -> None:
     assert list(done[3].token_ids) == ITEMS[3]["output_ids_ignore_eos"][:40]
 
 
+def test_contexts_end_where_they_would_without_drafts(engine: Engine) -> None:
+    """Accepted drafts and the target's own token used to reach one position beyond the last."""
+    prompt = [token * 37 % 2000 + 4 for token in range(1020)]
+    asked = [request(prompt[:length], max_new_tokens=100) for length in range(1012, 1020)]
+    drafted, plain = (
+        engine.generate([replace(each, speculate=speculate) for each in asked])
+        for speculate in (True, False)
+    )
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish_reason == other.finish_reason == FinishReason.CAPACITY
+        assert len(one.prompt_ids) + len(one.token_ids) == 1024
+
+
 def test_a_mask_may_abort_requests(engine: Engine) -> None:
     """Its own and others, those already seen to in this round as well: rows stay until it ends."""
     ids: list[int] = []
