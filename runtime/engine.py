@@ -368,11 +368,24 @@ class Engine:
             self.abort(request_id)
 
     def generate(self, requests: Listed[Request]) -> list[Completion]:
-        """Run requests to their end; results in the order of the requests."""
-        ids = [self.submit(request) for request in requests]
-        while any(self._known[i].finish_reason is None for i in ids):
-            self.step()
-        return [self.take(i) for i in ids]
+        """Run requests to their end, however many; results in the order of the requests.
+
+        Raises:
+            RequestError: one of them is refused (see `submit`); none goes on.
+        """
+        ids: list[int] = []
+        try:
+            for request in requests:
+                while 0 < self.options.max_waiting <= len(self._waiting):
+                    self.step()
+                ids.append(self.submit(request))
+            while any(self._known[i].finish_reason is None for i in ids):
+                self.step()
+            return [self.take(i) for i in ids]
+        finally:
+            for each in ids:
+                self.abort(each)
+                self.discard(each)
 
     @property
     def has_work(self) -> bool:

@@ -116,7 +116,8 @@ def _collect(
     from dspark_trt.runtime.trace_collection import collect_traces
 
     prompts = read_prompts(bundle, file)
-    options = EngineOptions(max_batch=8)
+    samples = 2 if temperature > 0 else 1
+    options = EngineOptions(max_batch=8, max_waiting=samples * len(prompts))
     scheduler = f"fixed:{bundle.draft.gamma}"
     with (
         Engine.load(
@@ -132,7 +133,7 @@ def _collect(
             engine,
             prompts,
             temperature=temperature,
-            samples=2 if temperature > 0 else 1,
+            samples=samples,
             progress=lambda done, of: status.update(
                 f"collecting rounds: {done} of {of} answers"
             ),

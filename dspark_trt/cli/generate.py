@@ -107,7 +107,11 @@ def command(
         loaded,
         backend=backend,
         backend_options=BackendOptions(threads=threads, device=device),
-        options=EngineOptions(max_batch=max_batch, max_tokens_per_step=max(512, max_batch)),
+        options=EngineOptions(
+            max_batch=max_batch,
+            max_tokens_per_step=max(512, max_batch),
+            max_waiting=len(requests),
+        ),
         scheduler=scheduler,
     ) as engine:
         recorder = TraceRecorder(engine.bundle)

@@ -71,6 +71,8 @@ def open_session(path: Path, options: BackendOptions) -> Any:
         session = ort.InferenceSession(str(path), settings, providers=providers)
     except Exception as error:  # onnxruntime raises several unrelated types
         reason = str(error).strip().splitlines()[0]
+        if "escapes model directory" in reason:
+            reason = f"{WEIGHTS} is a link out of {path.parent}, which it does not follow. Copy: cp -rL"
         raise BackendError(f"onnxruntime cannot load {path.name}: {reason}") from error
     if lost := set(options.providers) - set(session.get_providers()):
         raise BackendError(

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.text import TextCodec
 from dspark_trt.runtime.trace_recorder import TraceRecorder
 from dspark_trt.runtime.traces import load_traces, models_of
+from tests.conftest import copied
 from tests.runtime.golden import golden_json
 
 ITEMS = golden_json("greedy_outputs")["items"]
@@ -161,6 +163,27 @@ def test_contexts_end_where_they_would_without_drafts(engine: Engine) -> None:
         assert one.token_ids == other.token_ids
         assert one.finish_reason == other.finish_reason == FinishReason.CAPACITY
         assert len(one.prompt_ids) + len(one.token_ids) == 1024
+
+
+def test_more_requests_than_may_wait_are_generated(tiny_bundle: Bundle) -> None:
+    options = EngineOptions(max_batch=2, max_waiting=2)
+    asked = [request(ITEMS[n % 8]["prompt_ids"], max_new_tokens=3) for n in range(9)]
+    with Engine.load(tiny_bundle, options=options) as engine:
+        done = engine.generate(asked)
+        assert [each.prompt_ids for each in done] == [each.prompt_ids for each in asked]
+        with pytest.raises(RequestError, match="outside the vocabulary"):
+            engine.generate([*asked, request([VOCAB])])
+        assert not engine.has_work
+        assert engine._known == {}
+
+
+def test_weights_behind_a_link_are_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    weights = bundle.path / "weights.bin"
+    weights.unlink()
+    weights.symlink_to(tiny_bundle.path / "weights.bin")
+    with pytest.raises(BackendError, match=r"weights.bin is a link out of .*bundle.*cp -rL"):
+        Engine.load(bundle)
 
 
 def test_a_mask_may_abort_requests(engine: Engine) -> None:
