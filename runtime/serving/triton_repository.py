@@ -68,7 +68,8 @@ def write_repository(
 
     Raises:
         BundleError: the bundle has no target, or lacks a graph; an engine does not fit it.
-        RequestError: a name that Triton refuses, an output that exists, or engines of several versions.
+        RequestError: a name that Triton refuses, an output that exists, engines of several versions, or caches
+            that hold no context or more than there can be.
     """
     name = name or bundle.path.resolve().name
     if not _NAME.fullmatch(name):
@@ -77,6 +78,8 @@ def write_repository(
         )
     if bundle.target is None:
         raise BundleError(f"{bundle.path} has no target. Export it again with --target")
+    if cache_rows is not None:
+        _check_cache_rows(bundle, cache_rows)
     _check_output(output, name, overwrite)
     settings, graphs = settings or EngineSettings(), graphs or {}
     onnx, unshared = onnx_parts(
@@ -99,6 +102,19 @@ def write_repository(
         parts_path=output / name / PARTS if parts else None,
         left_out=unshared | left_out,
     )
+
+
+def _check_cache_rows(bundle: Bundle, rows: int) -> None:
+    """A draft step writes new context, block and padding in one go, behind the valid end."""
+    context, behind = (
+        bundle.max_context_tokens,
+        bundle.draft.gamma + 1 + bundle.draft.block_slots,
+    )
+    if not behind < rows <= context + behind:
+        raise RequestError(
+            f"cache rows must lie in {behind + 1}..{context + behind}, got {rows}: contexts of this bundle have "
+            f"up to {context} tokens, and a draft step writes {behind} rows behind them"
+        )
 
 
 def _check_output(output: Path, name: str, overwrite: bool) -> None:

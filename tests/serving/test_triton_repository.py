@@ -230,6 +230,10 @@ def test_refusals(tiny_bundle: Bundle, tmp_path: Path) -> None:
         write_repository(tiny_bundle, tmp_path)
     with pytest.raises(RequestError, match=r"no model chat of this command"):
         write_repository(tiny_bundle, tmp_path, name="chat", overwrite=True)
+    most = tiny_bundle.max_context_tokens + 15
+    for rows in (15, most + 1):
+        with pytest.raises(RequestError, match=rf"must lie in 16\.\.{most}, got {rows}:"):
+            write_repository(tiny_bundle, tmp_path / "new", cache_rows=rows)
     words = ["triton-repo", str(tiny_bundle.path), "-o", str(tmp_path / "new")]
     done = CliRunner().invoke(build_app(), [*words, "--graph", "drafts"])
     assert isinstance(done.exception, BundleError)
