@@ -91,6 +91,10 @@ def test_fingerprint_follows_the_files_alone(bundle: Bundle) -> None:
 
 
 def test_calibration_tables_and_engines_may_come_later(bundle: Bundle) -> None:
+    """And what was verified stays verified."""
+    time.sleep(2 * verified_files._FINE_TICK_S)
+    load_bundle(bundle.path)
+    remembered = [*verified_files.memory().iterdir()]
     for name in (
         "calibration.json",
         "sps.json",
@@ -100,6 +104,7 @@ def test_calibration_tables_and_engines_may_come_later(bundle: Bundle) -> None:
         (bundle.path / name).parent.mkdir(parents=True, exist_ok=True)
         (bundle.path / name).write_text("x")
     assert load_bundle(bundle.path) == bundle
+    assert [*verified_files.memory().iterdir()] == remembered != []
 
 
 def test_no_bundle_there(tmp_path: Path) -> None:

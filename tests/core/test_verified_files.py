@@ -64,6 +64,9 @@ def test_what_fails_is_not_remembered(file: Path) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="damaged"):
             Verifier(file)(meanwhile=fail)
+    assert [Verifier(file)() for _ in range(2)] == [True, False]
+    with pytest.raises(ValueError, match="damaged"):  # a disk that decayed
+        Verifier(file)(again=True, meanwhile=fail)
     assert Verifier(file)()
 
 
