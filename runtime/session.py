@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dspark_trt.bundle import CALIBRATION, Bundle, load_bundle
-from dspark_trt.errors import CapacityError, MissingContextError, RequestError
+from dspark_trt.errors import (
+    CapacityError,
+    EngineClosedError,
+    MissingContextError,
+    RequestError,
+)
 from dspark_trt.runtime.backends import Backend, open_backend
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
@@ -63,6 +68,7 @@ class DraftSession:
         self.config = backend.bundle.draft
         self.calibration = load_calibration(backend.bundle)
         self._model = backend.draft_model(slots)
+        self._is_closed = False
         self._slot_at = list(range(slots))  # which slot sits in each cache row
         self._rows = [ContextRows() for _ in range(slots)]
         self._written = [0] * slots  # rows of the contiguous prefix that are in the cache
@@ -159,22 +165,18 @@ class DraftSession:
             uniforms: float32 `[R, γ]` in [0, 1) instead of a seed.
 
         Raises:
-            RequestError: unknown or repeated slot, or arguments of unequal length.
+            RequestError: unknown or repeated slot, arguments of unequal length or out of range.
             MissingContextError: a slot has a gap before its anchor, or no context.
         """
         order = list(slots)
         count = len(order)
         self._check_proposal(order, anchors)
+        heat = _temperatures(temperature, count)
+        uniforms = self._uniforms(count, seed, uniforms)
         context = [self._rows[slot].require_complete(slot) for slot in order]
         if self.config.chain is not None:
             self._require_latest(order)
         self._gather(order)
-        heat = np.broadcast_to(np.asarray(temperature, np.float32), (count,))
-        if not (np.isfinite(heat).all() and (heat >= 0).all()):
-            raise RequestError(f"temperature must be finite and at least 0, got {temperature}")
-        if uniforms is None:
-            random = np.random.default_rng(seed)
-            uniforms = random.random((count, self.config.gamma), np.float32)
         output = self._model.draft(self._inputs(order, context, anchors, heat, uniforms))
         for slot, rows in zip(order, context, strict=True):
             self._pending[slot].clear()
@@ -182,8 +184,14 @@ class DraftSession:
         return self._proposal(output)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget rows from position `length` on, as when a host rolls a sequence back."""
+        """Forget rows from position `length` on, as when a host rolls a sequence back.
+
+        Raises:
+            RequestError: no such slot, or a negative length.
+        """
         self._check_slot(slot)
+        if length < 0:
+            raise RequestError(f"slot {slot}: length must be at least 0, got {length}")
         self._flush(slot)
         dropped = max(self._rows[slot].end - length, 0)
         kept = max(len(self._latest[slot]) - dropped, 0)
@@ -221,6 +229,8 @@ class DraftSession:
         self.truncate(slot, 0)
 
     def close(self) -> None:
+        """Free the caches. The session cannot be used afterwards."""
+        self._is_closed = True
         self._model.close()
 
     def __enter__(self) -> Self:
@@ -230,6 +240,8 @@ class DraftSession:
         self.close()
 
     def _check_slot(self, slot: int) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the session is closed")
         if not 0 <= slot < len(self._rows):
             raise RequestError(
                 f"slot {slot} is not one of the {len(self._rows)} slots 0..{len(self._rows) - 1}"
@@ -243,9 +255,25 @@ class DraftSession:
         if len(anchors) != len(slots):
             raise RequestError(f"{len(slots)} slots but {len(anchors)} anchors")
         vocab = self.config.decoder.vocab_size
+        if np.asarray(anchors).dtype.kind not in "iu":
+            raise RequestError(f"anchors must be whole numbers, got {anchors}")
         for anchor in anchors:
             if not 0 <= anchor < vocab:
                 raise RequestError(f"anchor {anchor} is outside the vocabulary of {vocab}")
+
+    def _uniforms(self, count: int, seed: int | None, given: Floats | None) -> Floats:
+        shape = (count, self.config.gamma)
+        if given is None:
+            if seed is not None and seed < 0:
+                raise RequestError(f"seed must be at least 0, got {seed}")
+            return np.random.default_rng(seed).random(shape, np.float32)
+        uniforms = np.ascontiguousarray(given, np.float32)
+        if uniforms.shape != shape or not ((uniforms >= 0) & (uniforms < 1)).all():
+            raise RequestError(
+                f"uniforms must be float32 {list(shape)} in [0, 1), got shape {list(uniforms.shape)} "
+                f"between {uniforms.min(initial=np.inf)} and {uniforms.max(initial=-np.inf)}"
+            )
+        return uniforms
 
     def _no_rows(self) -> Floats:
         return np.zeros((0, self.config.context_size), np.float32)
@@ -330,6 +358,15 @@ class DraftSession:
             confidence=confidence,
             survival=None if confidence is None else survival_from_confidence(confidence),
         )
+
+
+def _temperatures(given: ArrayLike, count: int) -> Floats:  # -> [R]
+    heat = np.asarray(given, np.float32)
+    if heat.shape not in ((), (count,)):
+        raise RequestError(f"{count} slots but {heat.size} temperatures")
+    if not (np.isfinite(heat).all() and (heat >= 0).all()):
+        raise RequestError(f"temperature must be finite and at least 0, got {given!r}")
+    return np.broadcast_to(heat, (count,))
 
 
 def load_calibration(bundle: Bundle) -> Calibration:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +271,12 @@ def test_closing_drains_then_aborts_and_refuses(tiny_bundle: Bundle) -> None:
 
 def test_the_engines_own_thread_does_not_wait_for_itself(service: AsyncEngine) -> None:
     for wait in (service.close, service.status, lambda: service.generate(variant(0))):
+
+        def ask(_: Engine, wait: Callable[[], Any] = wait) -> Any:
+            return wait()
+
         with pytest.raises(RequestError, match="was made by that thread itself"):
-            service.call(lambda _, wait=wait: wait()).result(20)
+            service.call(ask).result(20)
     assert service.generate(variant(0), timeout_s=20).finish_reason is not None
 
 

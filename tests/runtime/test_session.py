@@ -2,12 +2,18 @@
 """`DraftSession`: the official rounds, and what must not be possible."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.errors import CapacityError, MissingContextError, RequestError
+from dspark_trt.errors import (
+    CapacityError,
+    EngineClosedError,
+    MissingContextError,
+    RequestError,
+)
 from dspark_trt.runtime.session import DraftSession
 from tests.conftest import DRAFTERS, ExportBundle
 from tests.runtime.golden import golden_rounds
@@ -204,3 +210,40 @@ def test_refused_calls_leave_the_slot_as_it_was(session: DraftSession) -> None:
 def test_contexts_up_to_the_last_position(session: DraftSession) -> None:
     session.append(0, taps_for(session, 1024), 0)
     assert np.isfinite(session.propose([0], [5]).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"anchors": [5.5]}, "anchors must be whole numbers, got"),
+        ({"temperature": [1.0, 2.0]}, "1 slots but 2 temperatures"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        (
+            {"uniforms": np.zeros((1, 3))},
+            r"uniforms must be float32 \[1, 7\] in .* shape \[1, 3\]",
+        ),
+        ({"uniforms": np.ones((1, 7))}, r"in \[0, 1\), got shape \[1, 7\] between 1.0 and 1.0"),
+        ({"uniforms": np.full((1, 7), np.nan)}, "between nan and nan"),
+    ],
+)
+def test_what_would_fail_inside_a_graph_is_refused(
+    session: DraftSession, given: dict[str, Any], text: str
+) -> None:
+    session.append(0, taps_for(session, 5), 0)
+    before = session.propose([0], [7]).tokens
+    asked: dict[str, Any] = {"slots": [0], "anchors": [7], "temperature": 1.0, **given}
+    with pytest.raises(RequestError, match=text):
+        session.propose(**asked)
+    with pytest.raises(RequestError, match="length must be at least 0, got -1"):
+        session.truncate(0, -1)
+    assert (session.propose([0], [7]).tokens == before).all()
+
+
+def test_a_closed_session_says_so(session: DraftSession) -> None:
+    session.append(0, taps_for(session, 5), 0)
+    session.close()
+    session.close()
+    with pytest.raises(EngineClosedError, match="the session is closed"):
+        session.propose([0], [7])
+    with pytest.raises(EngineClosedError, match="the session is closed"):
+        session.append(0, taps_for(session, 5), 5)
