@@ -79,13 +79,16 @@ def cached_attention(
     Causal masks are aligned bottom-right (onnx/onnx#8068): query i sees rows j <= i + valid_len - N.
     """
     if torch.compiler.is_exporting():
-        return _node(
+        # Without a mask the queries of one key head are rows like any others: fewer and taller products.
+        folded = query if is_causal else _folded(query, key.shape[1])
+        mixed = _node(
             "Attention",
-            (query, key, value, None, None, None, valid_len),
+            (folded, key, value, None, None, None, valid_len),
             {"is_causal": int(is_causal), "softmax_precision": 1},
             dtype=query.dtype,
-            shape=query.shape,
+            shape=folded.shape,
         )
+        return mixed if is_causal else _folded(mixed, query.shape[1])
     if current_sampler() is not None:
         return attention_over_capacity(query, key, value, valid_len, is_causal=is_causal)
     span = int(valid_len.max())
@@ -97,6 +100,13 @@ def cached_attention(
     return functional.scaled_dot_product_attention(
         query, key[:, :, :span], value[:, :, :span], attn_mask=visible, enable_gqa=True
     )
+
+
+def _folded(queries: Tensor, heads: int | SymInt) -> Tensor:
+    """`[B, Hq, N, D]` as so many heads: those of a group are neighbours, so nothing moves."""
+    if queries.shape[1] == heads:
+        return queries
+    return queries.reshape(queries.shape[0], heads, -1, queries.shape[3])
 
 
 def sample_draft(logits: Tensor, temperature: Tensor, uniforms: Tensor, slot: int) -> Tensor:
