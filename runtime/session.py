@@ -340,7 +340,7 @@ class DraftSession:
                 new_taps[row, new_len[row] : new_len[row] + len(taps)] = taps
                 new_len[row] += len(taps)
         return DraftInputs(
-            anchor_ids=np.asarray(anchors, np.int64),
+            anchor_ids=np.ascontiguousarray(anchors, np.int64),
             new_taps=new_taps,
             new_len=new_len,
             context_len=np.array(context, np.int64) - new_len,
@@ -366,7 +366,7 @@ def _temperatures(given: ArrayLike, count: int) -> Floats:  # -> [R]
         raise RequestError(f"{count} slots but {heat.size} temperatures")
     if not (np.isfinite(heat).all() and (heat >= 0).all()):
         raise RequestError(f"temperature must be finite and at least 0, got {given!r}")
-    return np.broadcast_to(heat, (count,))
+    return np.ascontiguousarray(np.broadcast_to(heat, (count,)))
 
 
 def load_calibration(bundle: Bundle) -> Calibration:

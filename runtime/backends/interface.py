@@ -2,7 +2,8 @@
 """What the engine and sessions ask of a backend. Row r of every batch is row r of the caches: active
 requests are a prefix of the rows, so bindings never move.
 
-Results are views of static buffers: they last until the next call of the same model.
+Results are views of static buffers: they last until the next call of the same model. Inputs are C-contiguous; an array
+may come again, with other values.
 """
 
 from dataclasses import dataclass, field

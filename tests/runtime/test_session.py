@@ -157,6 +157,17 @@ def test_seeded_sampling_repeats_and_follows_temperature(session: DraftSession) 
     assert (cold == greedy).all()
 
 
+def test_one_temperature_is_that_of_every_slot(session: DraftSession) -> None:
+    """Arrays of the host may be views of others: a column of its tokens, one number for all."""
+    for slot in (0, 1):
+        session.append(slot, taps_for(session, 12 + slot), 0)
+    columns = np.array([[5, 0], [6, 0]])
+    one = session.propose([0, 1], columns[:, 0], temperature=1.0, seed=3)
+    each = session.propose([0, 1], [5, 6], temperature=[1.0, 1.0], seed=3)
+    assert (one.tokens == each.tokens).all()
+    assert (one.tokens != session.propose([0, 1], [5, 6]).tokens).any()
+
+
 def test_proposals_outlive_the_next_step(session: DraftSession) -> None:
     session.append(0, taps_for(session, 12), 0)
     first = session.propose([0], [5])
