@@ -16,7 +16,6 @@ from dspark_trt.plugins.distribution import GREEDY_BELOW
 from dspark_trt.plugins.functions import FLOAT, INT64, STEPS, dspark
 from dspark_trt.plugins.specification import BLOCK, SPREAD, UNIFORM_STEPS
 
-
 # Divides the logits of greedy rows: whatever lies below the maximum by one bit has probability zero then. The
 # uniform 0 takes the first token of those that have the maximum.
 COLD = 1e-30
