@@ -35,11 +35,11 @@ def decisions(table: CostTable, confidence: np.ndarray) -> dict[str, Callable[[]
     stale = np.roll(confidence, 1, axis=0)
     asynchronous = Asynchronous(table)
     return {
-        "fixed-4": lambda: Fixed(4).plan(confidence),
+        "fixed:4": lambda: Fixed(4).plan(confidence),
         "threshold": lambda: Threshold(0.5).plan(confidence),
         "algorithm1": lambda: Algorithm1(table).plan(confidence),
         "global": lambda: Global(table, verification="coupled").plan(confidence),
-        "asynchronous": lambda: asynchronous.plan(confidence, stale=stale),
+        "async": lambda: asynchronous.plan(confidence, stale=stale),
     }
 
 
