@@ -117,7 +117,10 @@ class Rounds:
         self._max_context_tokens = max_context_tokens
         self._processors: ProcessorTable | None = None
         self._strict_margin = strict_margin
-        self._no_draft_logits = np.zeros((max_batch, self._gamma, 0), np.float32)
+        self._undrafted = (
+            np.zeros((0, self._gamma), np.int64),
+            np.zeros((0, self._gamma, 0), np.float32),
+        )
         self._blocks = np.zeros((max_batch, self._gamma + 1), np.int64)
         self._standings: dict[int, _Standing] = {}
         self._paid_rows = np.zeros(1, np.int64)
@@ -500,9 +503,10 @@ class Rounds:
         """As ``_draft_logits``."""
         if draft is not None and len(draft.tokens) == count:
             return draft.tokens
+        if draft is None:
+            return self._no_draft(count)[0]
         padded = np.zeros((count, self._gamma), np.int64)
-        if draft is not None:
-            padded[: len(draft.tokens)] = draft.tokens
+        padded[: len(draft.tokens)] = draft.tokens
         return padded
 
     def _draft_logits(self, count: int, draft: DraftOutput | None) -> Floats:
@@ -511,12 +515,27 @@ class Rounds:
         """
         if draft is not None and len(draft.logits) == count:
             return draft.logits
-        if not np.count_nonzero(self.table.temperature[:count]) and self._processors is None:
-            return self._no_draft_logits[:count]  # greedy verification reads no logits
+        # Greedy verification reads none.
+        is_read = self._processors is not None or np.count_nonzero(
+            self.table.temperature[:count]
+        )
+        if draft is None or not is_read:
+            return self._no_draft(count, self._vocab if is_read else 0)[1]
         padded = np.zeros((count, self._gamma, self._vocab), np.float32)
-        if draft is not None:
-            padded[: len(draft.logits)] = draft.logits
+        padded[: len(draft.logits)] = draft.logits
         return padded
+
+    def _no_draft(self, count: int, vocab: int | None = None) -> tuple[Ints, Floats]:
+        """Tokens and logits `[count, K(, vocab)]` where nobody drafts: the same arrays from round to round, which
+        nobody writes to. `vocab` None: as last time.
+        """
+        tokens, logits = self._undrafted
+        if len(tokens) != count:
+            tokens = np.zeros((count, self._gamma), np.int64)
+        if vocab is not None and logits.shape != (count, self._gamma, vocab):
+            logits = np.zeros((count, self._gamma, vocab), np.float32)
+        self._undrafted = tokens, logits
+        return self._undrafted
 
     def _processed(
         self, standing: _Standing, offsets: Ints, tokens: Ints, lengths: Ints
