@@ -33,11 +33,6 @@ class DrafterWindow:
         self.has_warned = False
         self._latest: list[list[Floats]] = [[] for _ in range(slots)]
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it neither moves nor warns."""
-        return self.rebase_tokens is None and self.trained_tokens is None
-
     def joined(self, slot: int) -> None:
         self._latest[slot].clear()
 

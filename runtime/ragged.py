@@ -39,15 +39,8 @@ def ragged_rows(
     Logits are asked for every row where `wants_all_logits [B]`, else for the request's last row only.
     """
     shape = _shape(tuple(len(own) for own in tokens), tuple(wants_all_logits.tolist()))
-    return RaggedRows(
-        token_ids=np.concatenate([np.asarray(own, np.int64) for own in tokens]),
-        positions=context_len[shape.request] + shape.within,
-        pad_index=shape.pad_index,
-        unpad_index=shape.unpad_index,
-        logit_rows=shape.logit_rows,
-        context_len=context_len,
-        offsets=shape.offsets,
-    )
+    flattened = np.concatenate([np.asarray(own, np.int64) for own in tokens])
+    return _continuing(context_len, flattened, shape)
 
 
 def block_rows(blocks: Ints, lengths: Ints, context_len: Ints) -> RaggedRows:
@@ -55,15 +48,7 @@ def block_rows(blocks: Ints, lengths: Ints, context_len: Ints) -> RaggedRows:
     logits for every row.
     """
     shape = _shape(tuple((lengths + 1).tolist()), (True,) * len(lengths))
-    return RaggedRows(
-        token_ids=blocks[shape.request, shape.within],
-        positions=context_len[shape.request] + shape.within,
-        pad_index=shape.pad_index,
-        unpad_index=shape.unpad_index,
-        logit_rows=shape.logit_rows,
-        context_len=context_len,
-        offsets=shape.offsets,
-    )
+    return _continuing(context_len, blocks[shape.request, shape.within], shape)
 
 
 class _Shape(NamedTuple):
@@ -75,6 +60,18 @@ class _Shape(NamedTuple):
     unpad_index: Ints
     logit_rows: Ints
     offsets: Ints
+
+
+def _continuing(context_len: Ints, token_ids: Ints, shape: _Shape) -> RaggedRows:
+    return RaggedRows(
+        token_ids=token_ids,
+        positions=context_len[shape.request] + shape.within,
+        pad_index=shape.pad_index,
+        unpad_index=shape.unpad_index,
+        logit_rows=shape.logit_rows,
+        context_len=context_len,
+        offsets=shape.offsets,
+    )
 
 
 @lru_cache(maxsize=256)

@@ -52,7 +52,6 @@ class _Standing(NamedTuple):
 
     decoding: Bools  # [B]
     may_draft: Bools  # [B]
-    some_may_draft: bool
     all_decode: bool
     uses_processors: bool  # any of them
     rows: Ints  # [R] that decode
@@ -117,10 +116,8 @@ class Rounds:
         self._max_context_tokens = max_context_tokens
         self._processors: ProcessorTable | None = None
         self._strict_margin = strict_margin
-        self._undrafted = (
-            np.zeros((0, self._gamma), np.int64),
-            np.zeros((0, self._gamma, 0), np.float32),
-        )
+        # Of rounds in which nobody drafts: the same arrays every time, and nobody writes to them.
+        self._no_drafts = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.float32)
         self._blocks = np.zeros((max_batch, self._gamma + 1), np.int64)
         self._standings: dict[int, _Standing] = {}
         self._paid_rows = np.zeros(1, np.int64)
@@ -364,7 +361,6 @@ class Rounds:
         return _Standing(
             decoding=decoding,
             may_draft=may_draft,
-            some_may_draft=bool(may_draft.any()),
             all_decode=bool(decoding.all()),
             uses_processors=any(s.request.uses_processors for s in sequences),
             rows=rows,
@@ -375,7 +371,7 @@ class Rounds:
 
     def _drafting(self, standing: _Standing) -> Bools:  # [B]
         drafted = standing.may_draft
-        if not standing.some_may_draft:
+        if not np.count_nonzero(drafted):
             return drafted
         may = self.planner.drafting(standing.slots)
         if standing.all_decode:
@@ -483,13 +479,13 @@ class Rounds:
         if not standing.all_decode:  # prompts ask for their last row's logits
             offsets = np.zeros(count + 1, np.int64)
             np.cumsum(1 + lengths, out=offsets[1:])
-        tokens = self._draft_tokens(count, draft)
+        tokens, logits = self._drafts(count, draft)
         return self._verifier.verify(
             VerifyInputs(
                 target_logits=target.logits,
                 offsets=offsets,
                 draft_tokens=tokens,
-                draft_logits=self._draft_logits(count, draft),
+                draft_logits=logits,
                 temperature=first.temperature,
                 top_k=first.top_k,
                 top_p=first.top_p,
@@ -499,43 +495,24 @@ class Rounds:
             )
         )
 
-    def _draft_tokens(self, count: int, draft: DraftOutput | None) -> Ints:
-        """As ``_draft_logits``."""
+    def _drafts(self, count: int, draft: DraftOutput | None) -> tuple[Ints, Floats]:
+        """Tokens and logits of so many rows: the drafter's own buffers, or larger ones where the last rows did not
+        draft. They have ℓ = 0, so what stands there is never read.
+        """
         if draft is not None and len(draft.tokens) == count:
-            return draft.tokens
+            return draft.tokens, draft.logits
+        # Greedy verification reads no logits.
+        is_read = self._processors is not None or self.table.temperature[:count].any()
+        shape = (count, self._gamma, self._vocab if is_read else 0)
         if draft is None:
-            return self._no_draft(count)[0]
-        padded = np.zeros((count, self._gamma), np.int64)
-        padded[: len(draft.tokens)] = draft.tokens
-        return padded
-
-    def _draft_logits(self, count: int, draft: DraftOutput | None) -> Floats:
-        """The drafter's own buffer, or a larger one where the last rows did not draft: they have ℓ = 0, so
-        what stands there is never read.
-        """
-        if draft is not None and len(draft.logits) == count:
-            return draft.logits
-        # Greedy verification reads none.
-        is_read = self._processors is not None or np.count_nonzero(
-            self.table.temperature[:count]
-        )
-        if draft is None or not is_read:
-            return self._no_draft(count, self._vocab if is_read else 0)[1]
-        padded = np.zeros((count, self._gamma, self._vocab), np.float32)
-        padded[: len(draft.logits)] = draft.logits
-        return padded
-
-    def _no_draft(self, count: int, vocab: int | None = None) -> tuple[Ints, Floats]:
-        """Tokens and logits `[count, K(, vocab)]` where nobody drafts: the same arrays from round to round, which
-        nobody writes to. `vocab` None: as last time.
-        """
-        tokens, logits = self._undrafted
-        if len(tokens) != count:
-            tokens = np.zeros((count, self._gamma), np.int64)
-        if vocab is not None and logits.shape != (count, self._gamma, vocab):
-            logits = np.zeros((count, self._gamma, vocab), np.float32)
-        self._undrafted = tokens, logits
-        return self._undrafted
+            if self._no_drafts[1].shape != shape:
+                self._no_drafts = np.zeros(shape[:2], np.int64), np.zeros(shape, np.float32)
+            return self._no_drafts
+        tokens, logits = np.zeros(shape[:2], np.int64), np.zeros(shape, np.float32)
+        tokens[: len(draft.tokens)] = draft.tokens
+        if is_read:
+            logits[: len(draft.logits)] = draft.logits
+        return tokens, logits
 
     def _processed(
         self, standing: _Standing, offsets: Ints, tokens: Ints, lengths: Ints

@@ -33,6 +33,7 @@ from dspark_trt.runtime.backends.interface import (
     VerifyInputs,
 )
 from dspark_trt.runtime.cache import CacheBuffers
+from dspark_trt.runtime.cuda_graphs.padding import scratch_rows
 from dspark_trt.runtime.ragged import RaggedRows
 
 Array = NDArray[Any]
@@ -242,7 +243,7 @@ class OrtDraftModel(_CachedModel):
         config = bundle.draft
         self._bundle, self._options = bundle, options
         # A step writes new context, block and padding in one go: 2γ+2 rows at most behind the valid end.
-        self._slack_rows = config.gamma + 1 + config.block_slots
+        self._slack_rows = scratch_rows(config.gamma, config.block_slots)
         super().__init__(config.decoder, bundle, requests)
         self._graphs: dict[str, OrtGraph] = {}
         is_small = bundle.files[WEIGHTS].size_bytes < _GREEDY_DRAFT_BELOW_BYTES

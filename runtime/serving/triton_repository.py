@@ -15,6 +15,7 @@ from dspark_trt.bindings import GraphBindings
 from dspark_trt.bundle import CALIBRATION, COST_TABLE, ENGINES, MANIFEST, Bundle
 from dspark_trt.errors import BundleError, RequestError
 from dspark_trt.files import new_directory
+from dspark_trt.runtime.cuda_graphs.padding import scratch_rows
 from dspark_trt.runtime.serving.triton_config import EngineSettings, engine_config, part_config
 from dspark_trt.runtime.serving.triton_parts import onnx_parts, plan_parts
 
@@ -106,10 +107,8 @@ def write_repository(
 
 def _check_cache_rows(bundle: Bundle, rows: int) -> None:
     """A draft step writes new context, block and padding in one go, behind the valid end."""
-    context, behind = (
-        bundle.max_context_tokens,
-        bundle.draft.gamma + 1 + bundle.draft.block_slots,
-    )
+    context = bundle.max_context_tokens
+    behind = scratch_rows(bundle.draft.gamma, bundle.draft.block_slots)
     if not behind < rows <= context + behind:
         raise RequestError(
             f"cache rows must lie in {behind + 1}..{context + behind}, got {rows}: contexts of this bundle have "

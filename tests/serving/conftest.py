@@ -27,6 +27,7 @@ from dspark_trt.runtime.serving.server import (
 )
 from dspark_trt.runtime.serving.service import Service
 from dspark_trt.runtime.serving.settings import ServerSettings
+from tests.serving.triton_server import Installation, install
 
 HTTP = httpx.Client(
     verify=False, timeout=60
@@ -136,3 +137,9 @@ def server_process(
             process.kill()
         process.wait()
         reader.join(5)
+
+
+@pytest.fixture(scope="session")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """Of the Triton server."""
+    return install(tmp_path_factory.mktemp("triton"))

@@ -20,25 +20,14 @@ from tests.command_line import dspark
 from tests.conftest import ROOT
 from tests.serving.seeded_requests import here, requests_about
 from tests.serving.triton_server import (
-    HAS_SERVER,
     HTTP,
-    NO_SERVER,
+    NEEDS_SERVER,
     Installation,
     Server,
-    install,
     tensor,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not HAS_SERVER, reason=NO_SERVER),
-]
-
-
-@pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return install(tmp_path_factory.mktemp("triton"))
+pytestmark = NEEDS_SERVER
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,8 @@ from tests.serving.triton_rounds import (
     with_fused_target,
 )
 from tests.serving.triton_server import (
-    HAS_SERVER,
-    NO_SERVER,
+    NEEDS_SERVER,
     Installation,
-    install,
     tensor,
 )
 
@@ -44,16 +42,7 @@ needs_own_backend = pytest.mark.skipif(
     reason="the wheel has no backend for ONNX models: TRITON_ONNXRUNTIME_BACKEND names none",
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not HAS_SERVER, reason=NO_SERVER),
-]
-
-
-@pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return install(tmp_path_factory.mktemp("triton"))
+pytestmark = NEEDS_SERVER
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.bindings import cache_bindings
 from dspark_trt.bundle import (
     FUSED_TARGET,
     GREEDY_DRAFT,
@@ -205,10 +206,10 @@ def _target_inputs(rows: RaggedRows) -> Arrays:
 
 
 def _empty(decoder: DecoderConfig, batch: int) -> Arrays:
-    names = [f"{kind}_{n}" for n in range(decoder.num_layers) for kind in decoder.cache_kinds]
+    sizes: dict[int | str, int | str] = {"batch": batch, "capacity": _CAPACITY}
     return {
-        f"past_{name}": np.zeros((batch, heads, _CAPACITY, size), np.float32)
-        for name, (heads, size) in zip(names, decoder.cache_sizes, strict=True)
+        cache.name: np.zeros([int(sizes.get(size, size)) for size in cache.shape], np.float32)
+        for cache in cache_bindings(decoder, "float32", "past")
     }
 
 

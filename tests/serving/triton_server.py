@@ -27,7 +27,13 @@ from tests.conftest import ROOT
 
 NUMPY_1 = Path(sys.prefix) / "numpy-1"  # `make triton-server` puts it there
 HAS_SERVER = bool(find_spec("pytriton") and find_spec("tritonclient") and NUMPY_1.is_dir())
-NO_SERVER = "no Triton server here: make triton-server installs one"
+NEEDS_SERVER = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        not HAS_SERVER, reason="no Triton server here: make triton-server installs one"
+    ),
+]
 
 # The server waits for open connections before it ends.
 HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
