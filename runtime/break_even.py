@@ -36,6 +36,12 @@ def plain_rounds_spent(
     verified = np.asarray(lengths, dtype=np.int64)
     took_part = np.asarray(drafted, dtype=np.float64)
     requests = verified.shape[-1]
+    if requests == 1:  # it shares with nobody
+        last = 1 + int(verified.max())
+        step = table.seconds(1, last, requests=1, context_tokens=context_tokens)
+        drafting = took_part * table.draft_cost(1, context_tokens)
+        own = (step[verified] - step[0] + drafting) / step[0]
+        return Spent(own, own)
     tokens = np.add.reduce(verified, axis=-1, keepdims=True)
     longest = np.maximum.reduce(verified, axis=-1, keepdims=True)
     step = _step_seconds(table, requests, int(tokens.max()), int(longest.max()), context_tokens)
@@ -58,7 +64,7 @@ def _step_seconds(
     """Of a step that verifies so many drafts, the longest block among them."""
     last = requests + tokens
     even = table.seconds(requests, last, requests=requests, context_tokens=context)
-    if not table.pays_longest or requests == 1:
+    if not table.pays_longest:
         return np.broadcast_to(even, (longest + 1, even.size))
     uneven = [
         table.seconds(requests, last, requests=requests, context_tokens=context, longest=length)

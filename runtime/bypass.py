@@ -18,12 +18,14 @@ anything is certain. What those before it gained is where its own account starts
 together may lose a small share of the rounds: one chat that a drafter does not know must not stop it for the
 code that comes next, and a useless drafter must not be tried anew by every request.
 
-Decisions use earlier rounds only.
+Decisions use earlier rounds only. Accounts are a handful of numbers each, so they are kept as such: a round of one
+request may be over in a millisecond, and arrays of one number are slow.
 
 Legend: R requests of a round, n rounds, S slots, L levels of load.
 """
 
 from dataclasses import dataclass
+from math import ceil, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -34,19 +36,25 @@ from dspark_trt.runtime.break_even import Spent
 _LEVELS = 20  # up to a million running requests
 _LONGEST_BACKOFF = 64.0  # its power of two is far beyond any longest wait
 
-Floats = NDArray[np.float64]
-Columns = NDArray[np.int64]
+
+class Account(NamedTuple):
+    """What drafted rounds gained."""
+
+    rounds: float = 0.0  # decayed number of them
+    gain: float = 0.0  # decayed Σ (accepted − spent)
+    squares: float = 0.0  # decayed Σ (accepted − spent)²
+    wait: float = 0.0  # plain rounds until the next probe
+    backoff: float = (
+        0.0  # log2 of how much longer the next wait is; a probe adds what it failed to return
+    )
+    is_stopped: bool = False  # drafting does not pay
 
 
 class BypassState(NamedTuple):
-    """Accounts of S slots and, behind them, of L levels of load, [S + L]; updates return a new value."""
+    """The accounts of each slot's request and of each level of load; updates return a new value."""
 
-    rounds: Floats  # decayed number of drafted rounds
-    gain: Floats  # decayed Σ (accepted − spent)
-    squares: Floats  # decayed Σ (accepted − spent)²
-    wait: Floats  # plain rounds until the next probe
-    backoff: Floats  # log2 of how much longer the next wait is; a probe adds what it failed to return
-    stopped: Floats  # 1 where drafting does not pay
+    requests: tuple[Account, ...]  # [S]
+    loads: tuple[Account, ...]  # [L]
 
 
 class Judgement(NamedTuple):
@@ -89,45 +97,55 @@ class Bypass:
 
     def start(self, slots: int) -> BypassState:
         """Nothing known about ``slots`` empty slots."""
-        return _state(np.zeros((6, slots + _LEVELS)))
+        return BypassState((Account(),) * slots, (Account(),) * _LEVELS)
 
     def joined(self, state: BypassState, slots: ArrayLike) -> BypassState:
         """New requests take ``slots``: what was known about the old ones goes."""
-        columns = np.stack(state)
-        columns[:, np.asarray(slots, dtype=np.int64)] = 0.0
-        return _state(columns)
+        requests = list(state.requests)
+        for slot in _listed(slots):
+            requests[slot] = Account()
+        return state._replace(requests=tuple(requests))
 
     def drafting(self, state: BypassState, slots: ArrayLike) -> NDArray[np.bool_]:  # [R]
         """Whether each slot's request drafts: it may still pay, or a probe is due."""
-        rows = np.asarray(slots, dtype=np.int64)
-        if rows.size == 1 and state.rounds[rows[0]]:
-            stopped = state.stopped[rows] > 0
+        own = [state.requests[slot] for slot in _listed(slots)]
+        level = _level(len(own))
+        if len(own) == 1 and own[0].rounds:
+            all_stopped = False  # the only request is judged by itself
         else:
-            all_stopped = state.stopped[_nearest_known(state, _shared_column(state, rows.size))]
-            stopped = (state.stopped[rows] > 0) | (all_stopped > 0)
-        return np.asarray(~stopped | (_to_probe(state, rows) <= 0))
+            all_stopped = state.loads[_nearest_known(state, level)].is_stopped
+        return np.array(
+            [
+                not (each.is_stopped or all_stopped) or wait <= 0
+                for each, wait in zip(own, _to_probe(state, own, level), strict=True)
+            ],
+            np.bool_,
+        )
 
     def rest(self, state: BypassState, slots: ArrayLike) -> int:
         """For how many rounds from now nobody in ``slots`` drafts, if they stay alone; 0: somebody may."""
-        rows = np.asarray(slots, dtype=np.int64)
-        if not rows.size or self.drafting(state, rows).any():
+        own = [state.requests[slot] for slot in _listed(slots)]
+        if not own or self.drafting(state, slots).any():
             return 0
-        return int(np.ceil(_to_probe(state, rows).min()))
+        return ceil(min(_to_probe(state, own, _level(len(own)))))
 
     def knows(self, state: BypassState, requests: int) -> bool:
         """Whether drafting pays at this load, and has for some rounds: one more tells little."""
-        shared = _shared_column(state, requests)
-        return bool(
-            state.rounds[shared] >= 2 * self.together.trust_rounds and not state.stopped[shared]
-        )
+        shared = state.loads[_level(requests)]
+        return shared.rounds >= 2 * self.together.trust_rounds and not shared.is_stopped
+
+    def stopped(self, state: BypassState, slots: ArrayLike) -> NDArray[np.bool_]:  # [R]
+        """Whose own account says that drafting does not pay."""
+        return np.array([state.requests[slot].is_stopped for slot in _listed(slots)], np.bool_)
 
     def rested(self, state: BypassState, slots: ArrayLike, rounds: int) -> BypassState:
         """The accounts after ``rounds`` in which none of ``slots`` drafted."""
-        rows = np.asarray(slots, dtype=np.int64)
-        wait = state.wait.copy()
-        passed = np.append(rows, _shared_column(state, rows.size))
-        wait[passed] = np.maximum(wait[passed] - rounds, 0.0)
-        return state._replace(wait=wait)
+        requests, loads, rows = list(state.requests), list(state.loads), _listed(slots)
+        for accounts, places in ((requests, rows), (loads, [_level(len(rows))])):
+            for place in places:
+                account = accounts[place]
+                accounts[place] = account._replace(wait=max(account.wait - rounds, 0.0))
+        return BypassState(tuple(requests), tuple(loads))
 
     def updated(
         self,
@@ -139,113 +157,160 @@ class Bypass:
         accepted: ArrayLike,  # the same shape; accepted drafts
     ) -> BypassState:
         """The accounts after a round, or after n rounds of the same requests."""
+        rows = _listed(slots)
         took_part = np.atleast_2d(np.asarray(drafted, dtype=np.float64))
-        cost, own_cost = spent
         kept = np.asarray(accepted) * took_part
-        gain, own_gain = kept - cost * took_part, kept - own_cost * took_part
-        figures = np.array(
-            [
-                took_part, own_gain, own_gain * own_gain, own_cost * took_part, kept,
-                gain, gain * gain, cost * took_part,
-            ]
-        )  # fmt: skip
-        by_request = np.add.reduce(figures, axis=1)  # [8, R]
-        of_all = np.add.reduce(by_request, axis=1)
-        rows = np.asarray(slots, dtype=np.int64)
-        seen = np.empty((5, rows.size + 1))
-        seen[:, :-1], seen[:, -1] = by_request[:5], of_all[[0, 5, 6, 7, 4]]
-        mean_cost, mean_kept = seen[3:] / np.maximum(seen[0], 1.0)
-        # A level counts every drafted request, and waits by rounds in which anyone drafted.
-        drafted_rounds = seen[0].copy()
-        seen[:3, -1] /= 1.0 + self.alike * (rows.size - 1)
-        drafted_rounds[-1] = np.count_nonzero(np.logical_or.reduce(took_part, axis=1))
-        shared = _shared_column(state, rows.size)
-        columns = np.array(state)
-        self._inherit(columns, shared, _nearest_known(state, shared))
-        places = np.empty(rows.size + 1, np.int64)
-        places[:-1], places[-1] = rows, shared
-        forget = self.memory**drafted_rounds
-        forget[-1] = self.shared_memory ** (of_all[0] / max(rows.size, 1))
-        known = forget * columns[:3, places] + seen[:3]
-        wait, backoff = columns[3:5, places]
-        certainty, credit, share, growth, trust = self._judgements(rows.size)
-        best = _plausible_gain(known, certainty, credit, trust)
-        if rows.size == 1:
-            prior = np.minimum(trust, best[-1])
-            best[0] = _plausible_gain(known, certainty, credit, prior)[0]
-        stopped = best <= 0
-        share_lost = np.maximum(1.0 - mean_kept / np.maximum(mean_cost, 1e-9), 0.0)
-        failed = stopped * (drafted_rounds > 0) * share_lost
-        lost = (mean_cost - mean_kept) / share
-        pause = np.minimum(lost * 2.0 ** (growth * backoff), self.longest_wait)
-        waited = np.maximum(wait - (len(took_part) - drafted_rounds), 0.0)
-        columns[:3, places] = known
-        columns[3, places] = waited + np.where(failed > 0, pause, 0.0)
-        columns[4, places] = np.minimum(stopped * (backoff + failed), _LONGEST_BACKOFF)
-        columns[5, places] = stopped
-        return _state(columns)
+        by_request, of_all = _seen(took_part, kept, *spent)
+        rounds = float(len(took_part))
+        drafted_rounds = float(np.count_nonzero(took_part.any(axis=1)))
+        is_alone = len(rows) == 1
+        own_judgement = self.only_one if is_alone else self.one_of_many
+        judgement = self.one_by_one if is_alone else self.together
 
-    def _inherit(self, columns: Floats, column: int, source: int) -> None:
+        level = _level(len(rows))
+        # Requests of a round are alike, so they count as fewer; time passes by the round.
+        alike = 1.0 + self.alike * (len(rows) - 1)
+        forget = self.shared_memory ** (of_all.rounds / max(len(rows), 1))
+        shared = self._inherited(state, level)
+        known = _Known(
+            forget * shared.rounds + of_all.rounds / alike,
+            forget * shared.gain + of_all.gain / alike,
+            forget * shared.squares + of_all.squares / alike,
+        )
+        variance = _variance(known)
+        best_of_all = _plausible_gain(known, variance, judgement, judgement.trust)
+        undrafted = rounds - drafted_rounds
+        loads = list(state.loads)
+        loads[level] = self._judged(shared, known, of_all, best_of_all, judgement, undrafted)
+
+        requests = list(state.requests)
+        trust = min(own_judgement.trust, best_of_all) if is_alone else own_judgement.trust
+        for slot, seen in zip(rows, by_request, strict=True):
+            account, forget = requests[slot], self.memory**seen.rounds
+            own = _Known(
+                forget * account.rounds + seen.rounds,
+                forget * account.gain + seen.gain,
+                forget * account.squares + seen.squares,
+            )
+            best = _plausible_gain(own, variance, own_judgement, trust)
+            requests[slot] = self._judged(
+                account, own, seen, best, own_judgement, rounds - seen.rounds
+            )
+        return BypassState(tuple(requests), tuple(loads))
+
+    def _judged(
+        self,
+        before: Account,
+        known: "_Known",
+        seen: "_Seen",
+        plausible_gain: float,
+        judgement: Judgement,
+        undrafted: float,  # rounds of those just seen that it did not draft in
+    ) -> Account:
+        """The account after its rounds: whether it is stopped, and when it looks again."""
+        wait = before.wait - undrafted if before.wait > undrafted else 0.0
+        if plausible_gain > 0:
+            return Account(*known, wait, 0.0, False)
+        failed = 0.0
+        if seen.rounds and seen.kept < seen.cost:
+            failed = 1.0 - seen.kept / seen.cost
+            lost = (seen.cost - seen.kept) / seen.rounds / judgement.probe_share
+            longer = 2.0 ** (judgement.growth * before.backoff)
+            wait += min(lost * longer, self.longest_wait)
+        return Account(*known, wait, min(before.backoff + failed, _LONGEST_BACKOFF), True)
+
+    def _inherited(self, state: BypassState, level: int) -> Account:
         """A load seen for the first time starts from the nearest one seen, or from what is expected."""
-        if columns[0, column]:
-            return
-        if columns[0, source]:
-            weight = min(1.0, self.inherited_rounds / columns[0, source])
-            columns[:3, column] = weight * columns[:3, source]
-            columns[4:, column] = columns[4:, source]
-        elif self.expected:
-            level = column - (columns.shape[1] - _LEVELS)
+        account = state.loads[level]
+        source = state.loads[_nearest_known(state, level)]
+        if account.rounds:
+            return account
+        if source.rounds:
+            weight = min(1.0, self.inherited_rounds / source.rounds)
+            return Account(*(weight * each for each in source[:3]), account.wait, *source[4:])
+        if self.expected:
             mean, variance = self.expected[min(level, len(self.expected) - 1)]
-            known = np.array([1.0, mean, variance + mean * mean])
-            columns[:3, column] = self.inherited_rounds * known
+            rounds = self.inherited_rounds
+            return account._replace(
+                rounds=rounds, gain=rounds * mean, squares=rounds * (variance + mean * mean)
+            )
+        return account
 
-    def _judgements(self, requests: int) -> Floats:  # [5, R + 1]
-        """Of each request's account and, last, of all together."""
-        own, of_all = self.one_of_many, self.together
-        if requests == 1:
-            own, of_all = self.only_one, self.one_by_one
-        return np.repeat(np.array((own, of_all)), (requests, 1), axis=0).T
+
+class _Known(NamedTuple):
+    """The decayed sums of an account."""
+
+    rounds: float
+    gain: float
+    squares: float
+
+
+class _Seen(NamedTuple):
+    """Sums over the drafted rounds of one account."""
+
+    rounds: float
+    gain: float
+    squares: float
+    cost: float
+    kept: float
+
+
+def _seen(
+    took_part: NDArray[np.float64],  # [n, R]
+    kept: NDArray[np.float64],
+    cost: NDArray[np.float64],
+    own_cost: NDArray[np.float64],
+) -> tuple[list[_Seen], _Seen]:
+    """Of each request, which saves its own cost where it stops, and of all together."""
+    cost, own_cost = cost * took_part, own_cost * took_part
+    gain, own_gain = kept - cost, kept - own_cost
+    own = np.array([took_part, own_gain, own_gain * own_gain, own_cost, kept]).sum(axis=1)
+    of_all = np.array([took_part, gain, gain * gain, cost, kept]).sum(axis=(1, 2))
+    return [_Seen(*each) for each in own.T.tolist()], _Seen(*of_all.tolist())
+
+
+def _variance(known: _Known) -> float:
+    rounds = known.rounds if known.rounds > 1.0 else 1.0
+    variance = known.squares / rounds - (known.gain / rounds) ** 2
+    return variance if variance > 0.0 else 0.0
 
 
 def _plausible_gain(
-    known: Floats,  # [3, R + 1] rounds, gain and squares
-    certainty: Floats,  # [R + 1], as those behind it
-    credit: Floats,
-    trust: Floats,
-) -> Floats:  # [R + 1]
+    known: _Known, variance_of_all: float, judgement: Judgement, trust: float
+) -> float:
     """The most that the mean gain may be, credit included.
 
     A few rounds say little about how much they vary: what all together say has the credit's weight.
     """
-    rounds, gain, squares = known
-    seen = np.maximum(rounds, 1.0)
-    variance = np.maximum(squares / seen - (gain / seen) ** 2, 0.0)
-    weight = credit + rounds
-    variance = (rounds * variance + credit * variance[-1]) / weight
-    mean = (credit * trust + gain) / weight
-    return np.asarray(mean + certainty * np.sqrt(variance / weight))
+    credit = judgement.trust_rounds
+    weight = credit + known.rounds
+    variance = (known.rounds * _variance(known) + credit * variance_of_all) / weight
+    mean = (credit * trust + known.gain) / weight
+    return mean + judgement.certainty * sqrt(variance / weight)
 
 
-def _to_probe(state: BypassState, rows: NDArray[np.int64]) -> Floats:  # [R]
+def _to_probe(state: BypassState, own: list[Account], level: int) -> list[float]:  # [R]
     """Rounds until each request may probe: with all where all have stopped, alone when both accounts allow it."""
-    shared = _shared_column(state, rows.size)
-    if rows.size == 1:
-        return np.asarray(np.maximum(state.wait[rows], state.wait[shared]))
-    stopped = state.stopped[_nearest_known(state, shared)] > 0
-    return np.where(stopped, state.wait[shared], state.wait[rows])
+    shared = state.loads[level].wait
+    if len(own) == 1:
+        return [max(own[0].wait, shared)]
+    if state.loads[_nearest_known(state, level)].is_stopped:
+        return [shared] * len(own)
+    return [each.wait for each in own]
 
 
-def _state(columns: Floats) -> BypassState:  # [6, S + L]
-    return BypassState(*columns)
+def _listed(slots: ArrayLike) -> list[int]:
+    listed: list[int] = np.asarray(slots, dtype=np.int64).tolist()
+    return listed
 
 
-def _shared_column(state: BypassState, requests: int) -> int:
-    level = min(max(requests, 1).bit_length() - 1, _LEVELS - 1)
-    return state.wait.size - _LEVELS + level
+def _level(requests: int) -> int:
+    return min(max(requests, 1).bit_length() - 1, _LEVELS - 1)
 
 
-def _nearest_known(state: BypassState, column: int) -> int:
+def _nearest_known(state: BypassState, level: int) -> int:
     """The level itself, or the nearest that has an account; itself where none has."""
-    first = state.wait.size - _LEVELS
-    known = np.flatnonzero(state.rounds[first:]) + first
-    return int(known[np.abs(known - column).argmin()]) if known.size else column
+    if state.loads[level].rounds:
+        return level
+    known = [place for place, each in enumerate(state.loads) if each.rounds]
+    return min(known, key=lambda place: abs(place - level), default=level)

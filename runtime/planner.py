@@ -162,7 +162,7 @@ class Planner:
             return None
         rest = self._bypass.rest(self._accounts, self._slots)
         return {
-            "requests": int(self._accounts.stopped[self._slots].sum()),
+            "requests": int(self._bypass.stopped(self._accounts, self._slots).sum()),
             "all": int(rest > 0),
             "rounds_to_next_probe": max(rest - self._rested, 0),
         }
@@ -326,7 +326,7 @@ class Planner:
     def _look_up_accounts(self) -> None:
         if self._bypass is not None:
             self._is_known = self._bypass.knows(self._accounts, self._slots.size)
-            self._stopped = self._accounts.stopped[self._slots] > 0
+            self._stopped = self._bypass.stopped(self._accounts, self._slots)
             self._some_stopped = bool(self._stopped.any())
 
     def _shown(
@@ -347,7 +347,7 @@ class Planner:
 
     def _correct(self, drafted: Bools, shown: Outcomes) -> None:
         """Offsets of requests and positions."""
-        slots = np.broadcast_to(self._slots, drafted.shape)[drafted]
+        slots = self._slots[drafted.nonzero()[1]]
         variance = self.calibration.request_variance
         self._offsets = self._offsets.updated(slots, shown, variance)
         self._common = self._common.updated(self._greedy[slots], shown, len(drafted))

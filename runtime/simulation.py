@@ -365,8 +365,9 @@ class _Accounts:
         self._look_up()
 
     def _look_up(self) -> None:
-        self.all_draft = self.bypass.knows(self.state, self.running.size) and not np.any(
-            self.state.stopped[self.running]
+        self.all_draft = (
+            self.bypass.knows(self.state, self.running.size)
+            and not self.bypass.stopped(self.state, self.running).any()
         )
 
 
