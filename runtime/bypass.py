@@ -227,7 +227,12 @@ class Bypass:
             return account
         if source.rounds:
             weight = min(1.0, self.inherited_rounds / source.rounds)
-            return Account(*(weight * each for each in source[:3]), account.wait, *source[4:])
+            return source._replace(
+                rounds=weight * source.rounds,
+                gain=weight * source.gain,
+                squares=weight * source.squares,
+                wait=account.wait,
+            )
         if self.expected:
             mean, variance = self.expected[min(level, len(self.expected) - 1)]
             rounds = self.inherited_rounds

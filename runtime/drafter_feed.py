@@ -79,8 +79,9 @@ class DrafterFeed:
         """
         table = self._table
         if not self.is_chain:
-            table.draft_len[:batch] += table.new_len[:batch]
-            table.new_len[:batch] = 0
+            for row, taken in enumerate(table.new_len[:batch].tolist()):
+                table.draft_len[row] += taken
+                table.new_len[row] = 0
             return
         rows = np.flatnonzero(table.new_len[:batch])
         last = table.new_len[rows] - 1

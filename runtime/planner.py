@@ -14,6 +14,7 @@ Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ draf
 
 from dataclasses import replace
 from functools import lru_cache
+from math import tanh
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +104,7 @@ class Planner:
         table: CostModel | None = None,
         bypass: Bypass | None = None,
     ) -> None:
+        self._unlearned: list[_Round] = []  # of one scheduler
         self.scheduler = scheduler
         self.calibration = calibration
         self.table = table
@@ -120,7 +122,6 @@ class Planner:
         self._drift = Drift.empty(calibration.gamma)
         self._slots = np.zeros(0, np.int64)  # whose rounds wait to be learned from
         self._watched = 0  # rounds since these came together
-        self._unlearned: list[_Round] = []
         self._rest = self._rested = 0  # rounds without drafts: still to come, not yet accounted
         self._is_known = True  # whether drafting pays at this load
         self._stopped = np.zeros(0, np.bool_)  # [R] whose drafting does not
@@ -132,6 +133,7 @@ class Planner:
 
     @scheduler.setter
     def scheduler(self, scheduler: Scheduler) -> None:
+        self._learn()
         self._scheduler = scheduler
         fixed = scheduler if isinstance(scheduler, Fixed) else None
         self._drafts = fixed is None or fixed.k > 0
@@ -202,9 +204,15 @@ class Planner:
             rows, ids, slots = (each[requests.drafted] for each in (rows, ids, slots))
         scores = draft.confidence_logits
         if self._fixed is not None:
-            lengths = np.minimum(requests.limits, self._fixed.k)
-            return PlannedRound(lengths, FIXED, None, None if scores is None else scores[rows])
-        logits = self._estimated(draft, rows, requests) if scores is None else scores[rows]
+            lengths = requests.limits
+            if self._fixed.k < self.gamma:
+                lengths = np.minimum(lengths, self._fixed.k)
+            raw = None if scores is None else scores.take(rows, axis=0)
+            return PlannedRound(lengths, FIXED, None, raw)
+        if scores is None:
+            logits = self._estimated(draft, rows, requests)
+        else:
+            logits = scores.take(rows, axis=0)
         confidence = self._confidence(logits, slots)
         plan = self._decide(requests, ids, confidence)
         return PlannedRound(plan.lengths, plan.reason, confidence, None)
@@ -243,6 +251,10 @@ class Planner:
 
     def _confidence(self, logits: NDArray[np.floating], slots: Ints) -> Floats:  # [D, K]
         """Calibrated and corrected, σ(x) = (1 + tanh(x / 2)) / 2, with few passes over few numbers."""
+        if len(slots) == 1:  # a loop over a handful of numbers costs less than arrays do
+            shift = self._shift[slots.item()].tolist()
+            own = zip(logits[0].tolist(), self._scale.tolist(), shift, strict=True)
+            return np.array([[0.5 + 0.5 * tanh(x * scale + added) for x, scale, added in own]])
         values = logits * self._scale
         values += self._shift[slots]
         np.tanh(values, out=values)
@@ -333,17 +345,14 @@ class Planner:
         self, rounds: list[_Round], drafted: Bools, lengths: Ints, accepted: Ints
     ) -> Outcomes | None:  # [M, K]
         """What requests that drafted showed, round by round; None if their drafter has no scores."""
-        if rounds[0].planned.confidence is None and rounds[0].planned.logits is None:
+        known = [r.planned.confidence for r in rounds if r.planned.confidence is not None]
+        if known:
+            return outcomes(np.concatenate(known), lengths[drafted], accepted[drafted])
+        raw = [r.planned.logits for r in rounds if r.planned.logits is not None]
+        if not raw:
             return None
-        confidence = np.concatenate([self._confidence_of(each) for each in rounds])
+        confidence = self.calibration.confidence(np.concatenate(raw))
         return outcomes(confidence, lengths[drafted], accepted[drafted])
-
-    def _confidence_of(self, each: _Round) -> Floats:  # [D, K]
-        planned = each.planned
-        if planned.confidence is not None:
-            return planned.confidence
-        assert planned.logits is not None
-        return self.calibration.confidence(planned.logits)
 
     def _correct(self, drafted: Bools, shown: Outcomes) -> None:
         """Offsets of requests and positions."""

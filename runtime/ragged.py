@@ -2,7 +2,6 @@
 """Ragged target steps as index arrays: pure NumPy, no backend."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,8 +11,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedRows:
+class RaggedRows(NamedTuple):
     """Inputs of `target.onnx` for one step. Every request of the batch has at least one row."""
 
     token_ids: Ints  # [T]
@@ -47,8 +45,19 @@ def block_rows(blocks: Ints, lengths: Ints, context_len: Ints) -> RaggedRows:
     """The rows of requests that all decode: of each block `[B, K+1]` the anchor and `lengths [B]` drafts, with
     logits for every row.
     """
-    shape = _shape(tuple((lengths + 1).tolist()), (True,) * len(lengths))
-    return _continuing(context_len, blocks[shape.request, shape.within], shape)
+    slots = blocks.shape[1]
+    rows = tuple([length + 1 for length in lengths.tolist()])
+    return _continuing(
+        context_len, blocks.take(_places(rows, slots)), _shape(rows, (True,) * len(rows))
+    )
+
+
+@lru_cache(maxsize=256)
+def _places(rows: tuple[int, ...], slots: int) -> Ints:
+    """Of the first so many of each request's slots, in all slots one behind another."""
+    places = np.concatenate([r * slots + np.arange(own) for r, own in enumerate(rows)])
+    places.setflags(write=False)
+    return places
 
 
 class _Shape(NamedTuple):
@@ -63,9 +72,14 @@ class _Shape(NamedTuple):
 
 
 def _continuing(context_len: Ints, token_ids: Ints, shape: _Shape) -> RaggedRows:
+    if len(context_len) == 1:
+        start = context_len.item()
+        positions = np.arange(start, start + len(token_ids))
+    else:
+        positions = context_len.take(shape.request) + shape.within
     return RaggedRows(
         token_ids=token_ids,
-        positions=context_len[shape.request] + shape.within,
+        positions=positions,
         pad_index=shape.pad_index,
         unpad_index=shape.unpad_index,
         logit_rows=shape.logit_rows,

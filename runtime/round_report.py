@@ -2,7 +2,7 @@
 """What a round did and what its stages took: all that metrics, traces and benchmarks learn about it."""
 
 import time
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +47,7 @@ class Stages:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class RoundReport:
+class RoundReport(NamedTuple):
     """What a round did, for metrics and traces. B requests, in row order."""
 
     sequences: tuple[Sequence, ...]
@@ -62,7 +61,5 @@ class RoundReport:
     temperature: Floats  # [B]
     planned: PlannedRound | None
     undrafted_reason: str  # why requests that may draft did not
-    seconds: dict[str, float] = field(default_factory=dict)
-    waits: dict[str, int] = field(
-        default_factory=dict
-    )  # by stage; 0 where steps are over when they return
+    seconds: dict[str, float]  # by stage
+    waits: dict[str, int]  # by stage; 0 where steps are over when they return

@@ -8,6 +8,7 @@ Active requests are the first rows of every cache, so bindings never move. A rou
 """
 
 from collections.abc import Sequence as Listed
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class _Standing(NamedTuple):
     decoding: Bools  # [B]
     may_draft: Bools  # [B]
     all_decode: bool
+    all_may_draft: bool
     uses_processors: bool  # any of them
     rows: Ints  # [R] that decode
     ids: Ints  # [R]
@@ -235,7 +237,9 @@ class Rounds:
         stages.end("target")
         verified = self._verify(standing, draft, lengths, rows, target)
         stages.end("verify")
-        accepted = np.maximum(verified.accepted, 0)
+        accepted = verified.accepted.copy()
+        if min(accepted.tolist()) < 0:
+            accepted = np.maximum(accepted, 0)
         if not standing.all_decode:
             accepted *= standing.decoding
         if draft is not None and self._strict_margin:
@@ -362,6 +366,7 @@ class Rounds:
             decoding=decoding,
             may_draft=may_draft,
             all_decode=bool(decoding.all()),
+            all_may_draft=bool(may_draft.all()),
             uses_processors=any(s.request.uses_processors for s in sequences),
             rows=rows,
             ids=self.table.request_ids[rows],
@@ -375,7 +380,7 @@ class Rounds:
             return drafted
         may = self.planner.drafting(standing.slots)
         if standing.all_decode:
-            return drafted & may
+            return may if standing.all_may_draft else drafted & may
         drafted = drafted.copy()
         drafted[standing.rows] &= may
         return drafted
@@ -424,17 +429,21 @@ class Rounds:
         own, context = drafted, self.table.first(len(drafted)).target_len
         if not standing.all_decode:
             own, context = drafted[standing.rows], context[standing.rows]
-        share = self._max_tokens_per_step - len(self.active)
-        share //= max(int(np.count_nonzero(own)), 1)
+        drafting = int(np.count_nonzero(own))
+        share = (self._max_tokens_per_step - len(self.active)) // max(drafting, 1)
+        most = min(max(share, 0), self._gamma)
         # Of anchor, drafts and the target's own token; never below 0: full contexts have ended.
-        room = self._max_context_tokens - 2 - context
-        most = np.minimum(room, min(max(share, 0), self._gamma))
+        room = self._max_context_tokens - 2 - max(context.tolist(), default=0)
+        if drafting == len(own) and most <= room:
+            limits = _alike(drafting, most)
+        else:
+            limits = np.minimum(self._max_context_tokens - 2 - context, most) * own
         return DraftedRequests(
             rows=standing.rows,
             ids=standing.ids,
             slots=standing.slots,
             drafted=own,
-            limits=most * own,
+            limits=limits,
             temperature=standing.temperature,
             context_tokens=self._paid_context(standing.rows),
         )
@@ -631,6 +640,13 @@ class Rounds:
                 self.feed.commit(row, sequence.slot, taps[: accepted + 1])
         if sequence.finish_reason is None and sequence.length >= self._max_context_tokens:
             sequence.finish(FinishReason.CAPACITY)
+
+
+@lru_cache(maxsize=256)
+def _alike(count: int, value: int) -> Ints:
+    values = np.full(count, value)
+    values.setflags(write=False)
+    return values
 
 
 def _logprobs(

@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,7 @@ class OrtDraftModel(_CachedModel):
         is_greedy = self._has_greedy and not np.count_nonzero(inputs.temperature)
         graph = self._graph(GREEDY_DRAFT if is_greedy else "draft")
         batch = len(inputs.anchor_ids)
-        self.reserve(max((inputs.context_len + inputs.new_len).tolist()))
+        self.reserve(max(map(add, inputs.context_len.tolist(), inputs.new_len.tolist())))
         self._bind_caches(graph, slice(0, batch))
         graph.bind(zip(_BLOCK_INPUTS if is_greedy else _DRAFT_INPUTS, inputs, strict=False))
         outputs = self._outputs.first(batch)
