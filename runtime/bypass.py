@@ -74,8 +74,8 @@ class Judgement(NamedTuple):
 
 TOGETHER = Judgement(certainty=0.5, trust_rounds=6.0, probe_share=0.02)
 ONE_OF_MANY = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
-ONE_BY_ONE = TOGETHER._replace(growth=0.0)
-ONLY_ONE = Judgement(certainty=0.5, trust_rounds=4.0, probe_share=0.3)
+ONE_BY_ONE = TOGETHER._replace(probe_share=0.015, growth=0.1)
+ONLY_ONE = Judgement(certainty=0.5, trust_rounds=4.0, probe_share=0.1, trust=0.25)
 
 
 @dataclass(frozen=True)

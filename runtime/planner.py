@@ -49,6 +49,8 @@ Bools = NDArray[np.bool_]
 
 BYPASSED = "drafting does not pay: bypassed"
 _LEAST_TOGETHER, _MOST_TOGETHER = 8, 64  # rounds
+# What confidences say of a round varies less than what it accepts: alone, a request is judged by this share of it.
+_FORESEEN = 0.3
 
 
 class DraftedRequests(NamedTuple):
@@ -154,8 +156,12 @@ class Planner:
     def drift(self) -> Drift:
         """Predicted against observed acceptance of recent rounds, those not yet learned from included."""
         rounds = self._unlearned
-        shown = self._shown(rounds, *_stacked(rounds)) if rounds else None
-        return self._drift if shown is None else self._drift.updated(shown, len(rounds))
+        confidence = self._confidences(rounds)
+        if confidence is None:
+            return self._drift
+        drafted, lengths, accepted = _stacked(rounds)
+        shown = outcomes(confidence, lengths[drafted], accepted[drafted])
+        return self._drift.updated(shown, len(rounds))
 
     @property
     def bypassed(self) -> dict[str, int] | None:
@@ -209,10 +215,11 @@ class Planner:
                 lengths = np.minimum(lengths, self._fixed.k)
             raw = None if scores is None else scores.take(rows, axis=0)
             return PlannedRound(lengths, FIXED, None, raw)
-        if scores is None:
-            logits = self._estimated(draft, rows, requests)
-        else:
-            logits = scores.take(rows, axis=0)
+        logits = (
+            self._estimated(draft, rows, requests)
+            if scores is None
+            else scores.take(rows, axis=0)
+        )
         confidence = self._confidence(logits, slots)
         plan = self._decide(requests, ids, confidence)
         return PlannedRound(plan.lengths, plan.reason, confidence, None)
@@ -321,16 +328,21 @@ class Planner:
             return
         rounds, self._unlearned = self._unlearned, []
         drafted, lengths, accepted = _stacked(rounds)
+        confidence = self._confidences(rounds)
         if self._bypass is not None and self.table is not None:
             context = self._context(rounds[-1].context_tokens)
             spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
+            kept = accepted.astype(np.float64)
+            if confidence is not None and self._slots.size == 1:
+                foreseen = _expected_accepted(confidence, lengths[drafted])
+                kept[drafted] += _FORESEEN * (foreseen - kept[drafted])
             self._accounts = self._bypass.updated(
-                self._accounts, self._slots, drafted=drafted, spent=spent, accepted=accepted
+                self._accounts, self._slots, drafted=drafted, spent=spent, accepted=kept
             )
             self._look_up_accounts()
-        shown = self._shown(rounds, drafted, lengths, accepted)
-        if shown is None:
+        if confidence is None:
             return
+        shown = outcomes(confidence, lengths[drafted], accepted[drafted])
         self._drift = self._drift.updated(shown, len(rounds))
         if self._fixed is None:
             self._correct(drafted, shown)
@@ -341,18 +353,13 @@ class Planner:
             self._stopped = self._bypass.stopped(self._accounts, self._slots)
             self._some_stopped = bool(self._stopped.any())
 
-    def _shown(
-        self, rounds: list[_Round], drafted: Bools, lengths: Ints, accepted: Ints
-    ) -> Outcomes | None:  # [M, K]
-        """What requests that drafted showed, round by round; None if their drafter has no scores."""
+    def _confidences(self, rounds: list[_Round]) -> Floats | None:  # [M, K]
+        """Of requests that drafted, round by round; None if their drafter has no scores."""
         known = [r.planned.confidence for r in rounds if r.planned.confidence is not None]
         if known:
-            return outcomes(np.concatenate(known), lengths[drafted], accepted[drafted])
+            return np.concatenate(known)
         raw = [r.planned.logits for r in rounds if r.planned.logits is not None]
-        if not raw:
-            return None
-        confidence = self.calibration.confidence(np.concatenate(raw))
-        return outcomes(confidence, lengths[drafted], accepted[drafted])
+        return self.calibration.confidence(np.concatenate(raw)) if raw else None
 
     def _correct(self, drafted: Bools, shown: Outcomes) -> None:
         """Offsets of requests and positions."""
@@ -379,6 +386,13 @@ def _stacked(rounds: list[_Round]) -> tuple[Bools, Ints, Ints]:  # [n, R] each
         np.array([each.lengths for each in rounds]),
         np.array([each.accepted for each in rounds]),
     )
+
+
+def _expected_accepted(confidence: Floats, lengths: Ints) -> Floats:  # [M, K], [M] -> [M]
+    """Drafts that confidences say a round keeps: Σ a_k over those verified."""
+    survival = np.multiply.accumulate(confidence, axis=1)
+    within = np.arange(confidence.shape[1]) < lengths[:, None]
+    return np.asarray(np.add.reduce(survival * within, axis=1))
 
 
 def _expected(
