@@ -406,7 +406,7 @@ def speculation(bench: Bench) -> Iterator[Figure]:
     if not (trained.path / CALIBRATION).exists():
         command("calibrate", trained.path)
     command(
-        "profile", trained.path, "--max-requests", "1", "--seconds", "1", "--threads", threads
+        "profile", trained.path, "--max-requests", "1", "--seconds", "3", "--threads", threads
     )
     random_path = bench.folder / "random"
     if not random_path.exists():
@@ -414,12 +414,12 @@ def speculation(bench: Bench) -> Iterator[Figure]:
         (bench.folder / "random-work" / "bundle").rename(random_path)
     shutil.copy(trained.path / CALIBRATION, random_path)
     command(
-        "profile", random_path, "--max-requests", "1", "--seconds", "1", "--threads", threads
+        "profile", random_path, "--max-requests", "1", "--seconds", "3", "--threads", threads
     )
     bounds = {"trained": {"math": 1.5, "all": 1.2}, "random": {}}
     for name, bundle in (("trained", trained), ("random", load_bundle(random_path))):
         plan = BenchPlan(
-            schedulers=("fixed:0", "auto"), requests=(1,), new_tokens=384, repeats=5
+            schedulers=("fixed:0", "auto"), requests=(1,), new_tokens=384, repeats=15
         )
         backend = open_backend("onnxruntime", bundle, BackendOptions(threads=int(threads)))
         result = run_bench(backend, listed, plan)
