@@ -381,10 +381,11 @@ class Planner:
 
 def _stacked(rounds: list[_Round]) -> tuple[Bools, Ints, Ints]:  # [n, R] each
     """Who drafted, verification lengths and accepted drafts."""
+    shape = (len(rounds), -1)
     return (
-        np.array([each.drafted for each in rounds]),
-        np.array([each.lengths for each in rounds]),
-        np.array([each.accepted for each in rounds]),
+        np.concatenate([each.drafted for each in rounds]).reshape(shape),
+        np.concatenate([each.lengths for each in rounds]).reshape(shape),
+        np.concatenate([each.accepted for each in rounds]).reshape(shape),
     )
 
 
