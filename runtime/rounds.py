@@ -15,19 +15,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.errors import BackendError, RequestError
+from dspark_trt.errors import BackendError
 from dspark_trt.runtime.backends.interface import (
     CountsWaits,
     DraftModel,
     DraftOutput,
     PaysCapacity,
-    Processors,
     Shrinks,
     TargetModel,
     TargetOutput,
     Verification,
     Verifier,
-    VerifyInputs,
 )
 from dspark_trt.runtime.drafter_feed import DrafterFeed
 from dspark_trt.runtime.drafter_window import DrafterWindow
@@ -36,7 +34,8 @@ from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner
 from dspark_trt.runtime.ragged import RaggedRows, block_rows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
 from dspark_trt.runtime.round_report import RoundReport, Stages
-from dspark_trt.runtime.rows import ProcessorTable, RowTable
+from dspark_trt.runtime.round_verification import RoundVerification
+from dspark_trt.runtime.rows import RowTable
 from dspark_trt.runtime.scheduler import Budget
 from dspark_trt.runtime.sequence import Sequence
 
@@ -110,16 +109,13 @@ class Rounds:
             is_chain=is_chain,
             feeds_every_request=feeds_every_request,
         )
-        self._verifier = verifier
+        self.verification = RoundVerification(
+            verifier, self.table, gamma=planner.gamma, vocab=vocab, strict_margin=strict_margin
+        )
         self._counter = drafter if isinstance(drafter, CountsWaits) else None
         self._gamma = planner.gamma
-        self._vocab = vocab
         self._max_tokens_per_step = max_tokens_per_step
         self._max_context_tokens = max_context_tokens
-        self._processors: ProcessorTable | None = None
-        self._strict_margin = strict_margin
-        # Of rounds in which nobody drafts: the same arrays every time, and nobody writes to them.
-        self._no_drafts = np.zeros((0, 0), np.int64), np.zeros((0, 0, 0), np.float32)
         self._blocks = np.zeros((max_batch, self._gamma + 1), np.int64)
         self._standings: dict[int, _Standing] = {}
         self._paid_rows = np.zeros(1, np.int64)
@@ -136,13 +132,7 @@ class Rounds:
         self.planner.joined(sequence.slot, greedy=sequence.request.params.temperature == 0)
         self.feed.joined(sequence.slot)
         self.table.assign(row, sequence.id, sequence.slot, sequence.request.params)
-        if self._processors is None and sequence.request.uses_processors:
-            rows = len(self.table.anchor_ids)
-            self._processors = ProcessorTable(rows=rows, vocab=self._vocab)
-            for other, owner in enumerate(self.active[:-1]):
-                self._processors.assign(other, owner.request, owner.output)
-        if self._processors is not None:
-            self._processors.assign(row, sequence.request, sequence.output)
+        self.verification.joined(self.active)
         self._draw_uniforms(row)  # for the token behind the prompt
         if row == 0:
             usual = len(sequence.request.prompt_ids) + _USUAL_ANSWER
@@ -177,8 +167,7 @@ class Rounds:
         self.drafter.swap_rows(first, second)
         self.target.swap_rows(first, second)
         self.table.swap(first, second)
-        if self._processors is not None:
-            self._processors.swap(first, second)
+        self.verification.swap(first, second)
         self.active[first], self.active[second] = self.active[second], self.active[first]
 
     def _bring_home(self) -> None:
@@ -242,8 +231,10 @@ class Rounds:
             accepted = np.maximum(accepted, 0)
         if not standing.all_decode:
             accepted *= standing.decoding
-        if draft is not None and self._strict_margin:
-            verified, accepted = self._before_near_ties(verified, lengths, target.logits)
+        if draft is not None and self.verification.is_strict:
+            verified, accepted = self.verification.before_near_ties(
+                self.active[:count], verified, lengths, target.logits
+            )
         done = _Done(
             standing=standing,
             drafted=drafted,
@@ -348,8 +339,8 @@ class Rounds:
 
     def _may_draft(self, sequence: Sequence) -> bool:
         """Near ties are looked for in raw logits: strict engines do not draft where others count."""
-        is_strict = self._strict_margin > 0 and sequence.request.uses_processors
-        return sequence.request.speculate and not sequence.is_prefilling and not is_strict
+        is_unsure = self.verification.is_strict and sequence.request.uses_processors
+        return sequence.request.speculate and not sequence.is_prefilling and not is_unsure
 
     def _standing(self, count: int) -> _Standing:
         standing = self._standings.get(count)
@@ -483,109 +474,18 @@ class Rounds:
         target: TargetOutput,
     ) -> Verification:
         """Every request verifies its ℓ drafts; a prefilling one has ℓ = 0 on its last row."""
-        count = len(lengths)
-        first, offsets = self.table.first(count), rows.offsets
+        offsets = rows.offsets
         if not standing.all_decode:  # prompts ask for their last row's logits
-            offsets = np.zeros(count + 1, np.int64)
+            offsets = np.zeros(len(lengths) + 1, np.int64)
             np.cumsum(1 + lengths, out=offsets[1:])
-        tokens, logits = self._drafts(count, draft)
-        return self._verifier.verify(
-            VerifyInputs(
-                target_logits=target.logits,
-                offsets=offsets,
-                draft_tokens=tokens,
-                draft_logits=logits,
-                temperature=first.temperature,
-                top_k=first.top_k,
-                top_p=first.top_p,
-                min_p=first.min_p,
-                uniforms=first.verify_uniforms,
-                processors=self._processed(standing, offsets, tokens, lengths),
-            )
+        return self.verification.verify(
+            self.active[: len(lengths)],
+            draft,
+            lengths,
+            offsets,
+            target.logits,
+            uses_processors=standing.uses_processors,
         )
-
-    def _drafts(self, count: int, draft: DraftOutput | None) -> tuple[Ints, Floats]:
-        """Tokens and logits of so many rows: the drafter's own buffers, or larger ones where the last rows did not
-        draft. They have ℓ = 0, so what stands there is never read.
-        """
-        if draft is not None and len(draft.tokens) == count:
-            return draft.tokens, draft.logits
-        # Greedy verification reads no logits.
-        is_read = self._processors is not None or self.table.temperature[:count].any()
-        shape = (count, self._gamma, self._vocab if is_read else 0)
-        if draft is None:
-            if self._no_drafts[1].shape != shape:
-                self._no_drafts = np.zeros(shape[:2], np.int64), np.zeros(shape, np.float32)
-            return self._no_drafts
-        tokens, logits = np.zeros(shape[:2], np.int64), np.zeros(shape, np.float32)
-        tokens[: len(draft.tokens)] = draft.tokens
-        if is_read:
-            logits[: len(draft.logits)] = draft.logits
-        return tokens, logits
-
-    def _processed(
-        self, standing: _Standing, offsets: Ints, tokens: Ints, lengths: Ints
-    ) -> Processors | None:
-        """Inputs of the processed graph, if a request of this round needs it."""
-        table, count = self._processors, len(lengths)
-        if table is None or not standing.uses_processors:
-            return None
-        allowed = np.ones((int(offsets[-1]), self._vocab), np.bool_)
-        for row, sequence in enumerate(self.active[:count]):
-            if sequence.request.allowed_tokens is not None:
-                drafts = tokens[row, : lengths[row]].tolist()
-                self._fill_mask(sequence, drafts, allowed[offsets[row] : offsets[row + 1]])
-        return Processors(
-            logit_bias=table.logit_bias[:count],
-            repetition_penalty=table.repetition_penalty[:count],
-            presence_penalty=table.presence_penalty[:count],
-            frequency_penalty=table.frequency_penalty[:count],
-            prompt_mask=table.prompt_mask[:count],
-            output_counts=table.output_counts[:count],
-            allowed=allowed,
-        )
-
-    def _fill_mask(self, sequence: Sequence, drafts: list[int], allowed: Bools) -> None:
-        """A request's masks, place by place; behind a forbidden draft nothing is looked at. The caller's
-        code runs here: what it raises ends its own request only.
-        """
-        mask = sequence.request.allowed_tokens
-        assert mask is not None
-        for place in range(len(allowed)):
-            try:
-                row = np.asarray(mask([*sequence.output, *drafts[:place]]), np.bool_)
-                if row.shape != (self._vocab,):
-                    raise RequestError(
-                        f"the mask has shape {row.shape}, expected ({self._vocab},)"
-                    )
-            except Exception as error:
-                sequence.finish(FinishReason.ERROR, f"allowed_tokens failed: {error}")
-                return
-            allowed[place] = row
-            if place < len(drafts) and not row[drafts[place]]:
-                return
-
-    def _before_near_ties(
-        self, verified: Verification, lengths: Ints, logits: Floats
-    ) -> tuple[Verification, Ints]:
-        """Cut greedy requests off before the first token whose two best logits are within the margin; the
-        next round decides that token with one row, as plain decoding would.
-
-        Returns the verification, whose last token is then a draft (`accepted` -1: none is left), and the
-        number of accepted drafts.
-        """
-        cut, accepted = verified.accepted.copy(), np.maximum(verified.accepted, 0)
-        starts = np.cumsum(1 + lengths) - (1 + lengths)
-        for row, sequence in enumerate(self.active[: len(lengths)]):
-            if cut[row] < 0 or not lengths[row] or self.table.temperature[row] > 0:
-                continue
-            own = logits[starts[row] : starts[row] + accepted[row] + 1]
-            best = np.partition(own, -2, axis=1)[:, -2:]
-            near = np.flatnonzero(best[:, 1] - best[:, 0] < self._strict_margin)
-            if len(near):
-                cut[row], accepted[row] = near[0] - 1, near[0]
-                sequence.is_doubtful = True
-        return verified._replace(accepted=cut), accepted
 
     # Committing ----------------------------------------------------------------------------------
 
@@ -632,8 +532,7 @@ class Rounds:
             tokens, [TokenKind.DRAFTED] * accepted + [own], _logprobs(sequence, verified, row)
         )
         table.anchor_ids[row] = tokens[-1]
-        if self._processors is not None:
-            self._processors.count(row, tokens)
+        self.verification.count(row, tokens)
         if not was_prefilling:
             table.target_len[row] += accepted + 1
             if self.feed.takes(sequence):

@@ -66,6 +66,7 @@ def test_confidences_of_one_request_are_those_of_its_row_among_many() -> None:
     assert together is not None
     for slot in range(4):
         alone = _planned(many, np.array([slot]), scores[slot : slot + 1]).confidence
+        assert alone is not None
         np.testing.assert_allclose(alone[0], together[slot], rtol=1e-12)
 
 
