@@ -32,12 +32,12 @@ class Outcomes(NamedTuple):
 
 
 def outcomes(confidence: Floats, verified: ArrayLike, accepted: ArrayLike) -> Outcomes:
-    """From confidences [M, K] as they were used, ℓ [M] and accepted drafts [M] ≤ ℓ."""
+    """From confidences [M, K] as they were used, ℓ [M] and accepted drafts [M] ≤ ℓ. NaN said nothing."""
     kept = np.asarray(accepted)
     position = np.arange(confidence.shape[1])
-    seen = position < np.minimum(verified, kept + 1)[:, None]
+    seen = (position < np.minimum(verified, kept + 1)[:, None]) & ~np.isnan(confidence)
     predicted = np.where(seen, confidence, 0.0)
-    surprise: Floats = (position < kept[:, None]) - predicted
+    surprise: Floats = np.where(seen, (position < kept[:, None]) - predicted, 0.0)
     return Outcomes(predicted, surprise, predicted * (1.0 - predicted), seen)
 
 

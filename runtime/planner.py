@@ -42,6 +42,7 @@ from dspark_trt.runtime.scheduler import (
     Plan,
     Scheduler,
 )
+from dspark_trt.runtime.survival import survival_from_confidence
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -206,7 +207,7 @@ class Planner:
     def plan(self, requests: DraftedRequests, draft: DraftOutput) -> PlannedRound:
         """Lengths of the requests, at most their limits."""
         rows, ids, slots = requests.rows, requests.ids, requests.slots
-        if np.count_nonzero(requests.drafted) < len(rows):
+        if not all(requests.drafted.tolist()):
             rows, ids, slots = (each[requests.drafted] for each in (rows, ids, slots))
         scores = draft.confidence_logits
         if self._fixed is not None:
@@ -391,7 +392,7 @@ def _stacked(rounds: list[_Round]) -> tuple[Bools, Ints, Ints]:  # [n, R] each
 
 def _expected_accepted(confidence: Floats, lengths: Ints) -> Floats:  # [M, K], [M] -> [M]
     """Drafts that confidences say a round keeps: Σ a_k over those verified."""
-    survival = np.multiply.accumulate(confidence, axis=1)
+    survival = survival_from_confidence(confidence)
     within = np.arange(confidence.shape[1]) < lengths[:, None]
     return np.asarray(np.add.reduce(survival * within, axis=1))
 

@@ -18,12 +18,15 @@ Floats = NDArray[np.float32]
 STAGES = ("draft", "schedule", "target", "verify", "commit")
 
 
+_NO_WAITS = dict.fromkeys(STAGES, 0)
+
+
 class Stages:
     """Seconds of a round by stage, and how often the host waited for the device."""
 
     def __init__(self, counter: CountsWaits | None) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self.waits = dict.fromkeys(STAGES, 0)
+        self.waits = _NO_WAITS if counter is None else _NO_WAITS.copy()
         self._counter = counter
         self._waited = 0 if counter is None else counter.waits
         self._since = time.perf_counter()

@@ -420,7 +420,7 @@ class Rounds:
         own, context = drafted, self.table.first(len(drafted)).target_len
         if not standing.all_decode:
             own, context = drafted[standing.rows], context[standing.rows]
-        drafting = int(np.count_nonzero(own))
+        drafting = own.tolist().count(True)
         share = (self._max_tokens_per_step - len(self.active)) // max(drafting, 1)
         most = min(max(share, 0), self._gamma)
         # Of anchor, drafts and the target's own token; never below 0: full contexts have ended.

@@ -272,7 +272,7 @@ class OrtDraftModel(_CachedModel):
         graph.run()
 
     def draft(self, inputs: DraftInputs) -> DraftOutput:
-        is_greedy = self._has_greedy and not np.count_nonzero(inputs.temperature)
+        is_greedy = self._has_greedy and not any(inputs.temperature.tolist())
         graph = self._graph(GREEDY_DRAFT if is_greedy else "draft")
         batch = len(inputs.anchor_ids)
         self.reserve(max(map(add, inputs.context_len.tolist(), inputs.new_len.tolist())))
@@ -361,7 +361,7 @@ class OrtVerifier:
         self._processed = _Outputs(outputs, requests)
 
     def verify(self, inputs: VerifyInputs) -> Verification:
-        name = "verify" if np.count_nonzero(inputs.temperature) else "verify_greedy"
+        name = "verify" if any(inputs.temperature.tolist()) else "verify_greedy"
         if inputs.processors is not None:
             name = "verify_processed"
         graph = self._graph(name)

@@ -78,6 +78,24 @@ def test_alone_a_round_is_also_judged_by_what_it_promised(logit: float, goes_on:
     assert planner.drafting(slots)[0] == goes_on
 
 
+def test_confidences_that_are_no_numbers_promise_nothing() -> None:
+    planner, slots = _planner(1, bypass=Bypass()), np.zeros(1, np.int64)
+    _learned(planner, _planned(planner, slots, np.full((1, GAMMA), np.nan)), [0])
+    for _ in range(40):
+        planner.drafting(slots)
+        _learned(planner, _planned(planner, slots, np.full((1, GAMMA), 4.0)), [GAMMA])
+    assert planner.bypassed == {"requests": 0, "all": 0, "rounds_to_next_probe": 0}
+
+
+def test_a_round_without_numbers_leaves_what_others_showed() -> None:
+    planner, slots = _planner(1), np.zeros(1, np.int64)
+    planner.scheduler = Fixed(GAMMA)
+    for logit in (2.0, np.nan, 2.0):
+        _learned(planner, _planned(planner, slots, np.full((1, GAMMA), logit)), [3])
+    assert planner.drift.outcomes[0] == pytest.approx(2, rel=0.01)
+    assert planner.drift.gap()[0] == pytest.approx(1 / (1 + np.exp(-2.0)) - 1)
+
+
 def test_rounds_of_one_scheduler_are_learned_before_the_next_takes_over() -> None:
     """They hold confidences of different kinds."""
     planner, slots = _planner(2), np.arange(2)
