@@ -2,11 +2,13 @@
 """Writing and fingerprinting files: nothing half-written is ever left under its final name."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from dspark_trt.errors import OutputError
 
 _CHUNK_BYTES = 1 << 22
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 def sha256_of_file(path: Path) -> str:
@@ -33,7 +36,8 @@ def new_file(path: Path) -> Iterator[Path]:
         OutputError: no such folder, no right to write there, a folder of that name, a full disk.
     """
     require_place(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    writer = f"{os.getpid()}-{threading.get_ident()}"
+    temporary = path.with_name(f".{path.name}.{writer}.partial")
     try:
         yield temporary
         temporary.replace(path)
@@ -104,7 +108,7 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         temporary.chmod(0o755)  # mkdtemp makes it private
         yield temporary
-        if replace and path.exists():
+        if replace:
             _exchange(temporary, path)
         else:
             temporary.rename(path)
@@ -117,13 +121,34 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _exchange(new: Path, path: Path) -> None:
+    """Whoever comes last stays, where several processes write one folder."""
     old = new.with_suffix(".replaced")
-    path.rename(old)
+    while True:
+        is_moved = _is_moved(path, old)
+        try:
+            new.rename(path)
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _TAKEN:
+                if is_moved:
+                    _remove(old)
+                continue  # another process took the name in between
+            if is_moved:
+                old.rename(path)
+            raise
+        break
+    if is_moved:
+        _remove(old)
+
+
+def _is_moved(path: Path, old: Path) -> bool:
     try:
-        new.rename(path)
-    except BaseException:
-        old.rename(path)
-        raise
+        path.rename(old)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove(old: Path) -> None:
     if old.is_symlink():
         old.unlink()  # the folder it led to is somebody else's
     else:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,40 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
         folder.rmdir()  # somebody cleans up behind our back
     assert [file.name for file in path.iterdir()] == ["old"]
     assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_whoever_comes_last_stays_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes the same folder between our two renames."""
+    path, rename, others = tmp_path / "made", Path.rename, list[str]()
+
+    def another_writes_too(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if self == path and len(others) < 2:
+            others.append(self.name)
+            write("theirs")
+        return moved
+
+    def write(text: str) -> None:
+        with new_directory(path, replace=True) as folder:
+            (folder / "file").write_text(text)
+
+    write("old")
+    monkeypatch.setattr(Path, "rename", another_writes_too)
+    write("ours")
+    assert len(others) == 2
+    assert (path / "file").read_text() == "ours"
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_threads_may_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda number: write_json(path, [number] * 200), range(200)))
+    first, *others = json.loads(path.read_text())
+    assert others == [first] * 199
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_write_json_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
