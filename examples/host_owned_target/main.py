@@ -5,10 +5,11 @@ The host below is a plain `transformers` model that knows nothing of drafting. I
 through `Engine`, which only needs `HostTarget.forward`, and by hand with `DraftSession`, for a service that
 keeps its own loop.
 
+    pip install transformers
     python examples/host_owned_target/main.py BUNDLE TARGET_FOLDER
 """
 
-import sys
+import argparse
 
 import numpy as np
 import torch
@@ -45,16 +46,14 @@ def by_hand(bundle, host, prompt):
             anchor = tokens[-1]
             drafts = session.propose([0], [anchor]).tokens[0]
             output = host.forward(0, np.array([anchor, *drafts]), start=position)
-            own = output.logits.argmax(
-                -1
-            )  # the target's choice behind the anchor and each draft
+            # The target's own choices, behind the anchor and behind each draft.
+            own = output.logits.argmax(-1)
             accepted = int((own[:-1] == drafts).cumprod().sum())
             committed = own[: accepted + 1]
             tokens += committed.tolist()
             session.append(0, output.taps[: accepted + 1], start=position, tokens=committed)
-            position += (
-                accepted + 1
-            )  # the next forward starts here: rejected rows are forgotten
+            # The next forward starts here: rejected rows are forgotten.
+            position += accepted + 1
             rounds += 1
     return tokens[:NEW_TOKENS], (position - len(prompt)) / rounds
 
@@ -73,4 +72,8 @@ def main(bundle_path, target_path):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("target", help="the folder that the bundle was exported from")
+    arguments = parser.parse_args()
+    main(arguments.bundle, arguments.target)

@@ -6,8 +6,8 @@ Started with `spawn`: a forked copy of a process with onnxruntime's threads can 
     python examples/spawned_process/main.py BUNDLE
 """
 
+import argparse
 import multiprocessing
-import sys
 from multiprocessing.connection import Connection
 
 from dspark_trt.bundle import load_bundle
@@ -55,4 +55,6 @@ def main(bundle: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    main(parser.parse_args().bundle)

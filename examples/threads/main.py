@@ -4,7 +4,7 @@
 python examples/threads/main.py BUNDLE
 """
 
-import sys
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 
 from dspark_trt.runtime.async_engine import AsyncEngine
@@ -37,4 +37,6 @@ def main(bundle: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    main(parser.parse_args().bundle)

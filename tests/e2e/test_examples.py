@@ -110,6 +110,14 @@ def test_programs_answer_as_the_engine_here(
         assert shown.endswith("ended with code 0\n")
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_say_what_they_take(name: str) -> None:
+    command = [sys.executable, f"examples/{name}/main.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "arguments are required: bundle" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_host_that_owns_its_target(tiny_bundle: Bundle) -> None:
     shown = run("host_owned_target", tiny_bundle.path, TINY_TARGET)
