@@ -121,6 +121,11 @@ def describe(source: str, *, overrides: DraftOverrides, target: str | None) -> R
             if is_bundle
             else _engine_report(path)
         )
+    if path.is_file():
+        raise CheckpointError(
+            f"{source} is a file; inspect takes the folder of a bundle, a drafter or a target, a hub id, "
+            "or an .engine file"
+        )
     checkpoint = read_checkpoint(source, overrides=overrides)
     if isinstance(checkpoint, DraftCheckpoint):
         require_target(overrides, target)

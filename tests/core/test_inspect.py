@@ -158,3 +158,12 @@ def test_options_of_checkpoints_are_refused_for_what_is_none(tmp_path: Path) -> 
                 CheckpointError, match="is no checkpoint: --target, and what states"
             ):
                 inspect(path, *options)
+
+
+def test_a_file_of_a_folder_is_refused_with_what_is_taken(tmp_path: Path) -> None:
+    graph = tmp_path / "draft.onnx"
+    graph.write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"draft\.onnx is a file; inspect takes the folder of a bundle"
+    ):
+        inspect(graph)
