@@ -334,8 +334,12 @@ class Engine:
 
     def fail_all(self, error: str) -> None:
         """End every request with an error: what a service does before it gives an engine up."""
-        for sequence in [*self._waiting, *self._rounds.active]:
+        for sequence in self._from_last():
             self._end(sequence, FinishReason.ERROR, error)
+
+    def _from_last(self) -> list[Sequence]:
+        """All requests, in an order in which none moves into another's row: a broken device moves nothing."""
+        return [*self._waiting, *reversed(self._rounds.active)]
 
     def events(self, request_id: int) -> list[TokenEvent]:
         """Events of a request since the last call, oldest first.
@@ -465,7 +469,7 @@ class Engine:
     def close(self) -> None:
         """Abort what runs and free the caches: the engine takes no requests afterwards."""
         self._is_closed = True
-        for sequence in [*self._waiting, *self._rounds.active]:
+        for sequence in self._from_last():
             self._end(sequence, FinishReason.ABORTED)
         self._rounds.drafter.close()
         self._rounds.target.close()

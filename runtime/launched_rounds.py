@@ -104,8 +104,17 @@ class LaunchedRounds:
             raise
 
     def read(self, way: RoundOnTheWay, count: int) -> Committed:
-        """Wait for what a round committed; waiting taps went to the drafter's cache."""
-        committed = way.read()
+        """Wait for what a round committed; waiting taps went to the drafter's cache.
+
+        Raises:
+            BackendError: it did not come. The host's rows count as they were before the round, which can be run
+                again: their waiting taps are gone, which costs accepted drafts but no token.
+        """
+        try:
+            committed = way.read()
+        except BaseException:
+            self._held = 0  # the device went on without us
+            raise
         self.rounds += 1
         table = self._table
         table.draft_len[:count] += table.new_len[:count]

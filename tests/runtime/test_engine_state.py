@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.errors import CheckpointError, EngineClosedError, RequestError
+from dspark_trt.errors import BackendError, CheckpointError, EngineClosedError, RequestError
 from dspark_trt.runtime.async_engine import AsyncEngine
+from dspark_trt.runtime.backends.interface import BackendOptions, Committed
 from dspark_trt.runtime.engine import Engine, EngineOptions
-from dspark_trt.runtime.request import FinishReason, Request, SamplingParams
+from dspark_trt.runtime.request import Completion, FinishReason, Request, SamplingParams
 from dspark_trt.runtime.targets.host import HostOutput, HostTargetModel
 from tests.conftest import TINY_TARGET, ExportBundle
 from tests.runtime.golden import golden_json
@@ -318,6 +319,65 @@ def test_a_defect_ends_every_request_instead_of_hanging(tiny_bundle: Bundle) -> 
     with pytest.raises(EngineClosedError, match="a bug"):
         service.generate(variant(0))
     service.close()
+
+
+def test_a_device_that_moves_no_rows_ends_every_request_too(tiny_bundle: Bundle) -> None:
+    """Behind an illegal access every call fails, those that free rows included."""
+    target = CountingTarget(tiny_bundle, requests=3)
+    service = AsyncEngine(
+        Engine.load(tiny_bundle, options=EngineOptions(max_batch=3), target=target)
+    )
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("no device")
+
+    for name in ("step", "swap_rows"):
+        setattr(target, name, broken)
+
+    async def run() -> list[Completion]:
+        with await service.submit([variant(n) for n in range(5)]) as group:
+            async with asyncio.timeout(20):
+                async for _ in group:
+                    pass
+            return list(group.completions.values())
+
+    done = asyncio.run(run())
+    assert [each.finish_reason for each in done] == [FinishReason.ERROR] * 5
+    assert all("no device" in str(each.error) for each in done)
+    service.close()
+
+
+def test_a_launched_round_that_never_came_loses_no_token(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device committed it and went on, the host never saw it: its tokens come again."""
+    pytest.importorskip("torch")
+    from dspark_trt.runtime.backends.torch_rounds import TorchRound
+
+    read, reads = TorchRound.read, list[TorchRound]()
+
+    def fails_at_times(self: TorchRound) -> Committed:
+        reads.append(self)
+        if len(reads) % 4 == 0:
+            raise BackendError("the round did not come")
+        return read(self)
+
+    monkeypatch.setattr(TorchRound, "read", fails_at_times)
+    items, params = ITEMS[:2], SamplingParams(max_new_tokens=24)
+    options = EngineOptions(max_batch=2)
+    with Engine.load(
+        tiny_bundle,
+        backend="torch",
+        backend_options=BackendOptions(device="cpu", threads=1),
+        options=options,
+    ) as engine:
+        done = engine.generate(
+            [Request(prompt_ids=tuple(each["prompt_ids"]), params=params) for each in items]
+        )
+    assert len(reads) > 8
+    assert [list(each.token_ids) for each in done] == [
+        each["output_ids"][:24] for each in items
+    ]
 
 
 def test_a_transformers_target_gives_the_same_tokens(tiny_bundle: Bundle) -> None:
