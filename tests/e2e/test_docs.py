@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.cli import build_app
+from dspark_trt.runtime.engine import Engine
 from tests.conftest import ROOT
 from tests.e2e.pages import PAGES, README, blocks, name_of, prose, steps
 from tests.packaging.tree import python_files
@@ -114,6 +115,13 @@ def test_metrics_are_those_of_the_engine() -> None:
     names = set(re.findall(r"`(dspark_\w+)`", _page("operations.md")))
     assert len(names) > 5
     assert [n for n in names if f'"{n.removesuffix("_total")}"' not in source] == []
+
+
+def test_every_key_of_the_status_is_explained(tiny_bundle: Bundle) -> None:
+    _, table = _page("operations.md").split("| status | says |")
+    rows = re.findall(r"^\| (`.*?`) \|", table.split("\n\n")[0], re.MULTILINE)
+    with Engine.load(tiny_bundle) as engine:
+        assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(engine.status())
 
 
 def test_the_listing_of_a_bundle_is_its_content(tiny_bundle: Bundle) -> None:
