@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.output import console, err_console, print_json, print_notes
 from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_line
 from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.cli.token_writer import TokenWriter
@@ -131,8 +131,7 @@ def command(
         return
     _print_summary(completions, seconds)
     if not no_speculation:
-        for note in notes:
-            err_console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+        print_notes(notes)
 
 
 def _prompts(

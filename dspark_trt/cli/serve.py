@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from dspark_trt.cli.extras import require_extra
-from dspark_trt.cli.output import err_console
+from dspark_trt.cli.output import err_console, print_notes
 from dspark_trt.cli.running import BackendName, DeviceName, Threads
 from dspark_trt.errors import DSparkError, RequestError
 
@@ -126,6 +126,7 @@ def command(
             options=options,
             scheduler=scheduler,
         )
+        notes = engine.status()["notes"]  # before the engine has a thread of its own
         with AsyncEngine(engine) as service:
             app = create_app(service, settings)
             _log_to_stderr()
@@ -139,6 +140,7 @@ def command(
                         highlight=False,
                         soft_wrap=True,
                     )
+                print_notes(notes)
                 model = app.state.service.model_name
                 if json:
                     line = json_module.dumps({"url": url, "model": model, "pid": os.getpid()})

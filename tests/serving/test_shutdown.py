@@ -128,11 +128,14 @@ def test_the_access_log_is_json_without_prompts(tiny_bundle: Bundle) -> None:
     assert "warning" not in text
 
 
-def test_an_open_server_warns_and_prompts_are_logged_on_demand(tiny_bundle: Bundle) -> None:
+def test_a_server_says_at_its_start_what_is_open_or_missing_and_logs_prompts_on_demand(
+    tiny_bundle: Bundle,
+) -> None:
     with server_process(tiny_bundle, "--host", "0.0.0.0", "--log-prompts") as server:
         HTTP.post(f"{server.url}/v1/completions", json=SHORT)
         server.stop()
     assert re.search("warning: 0.0.0.0 can be reached.*no API keys", server.errors[0])
+    assert server.errors[1].startswith("note: no cost table: drafts are not trimmed")
     (line,) = server.access_lines()
     assert line["prompt"] == [PROMPT]
 
