@@ -40,6 +40,7 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich's tables cut names of options to fit 80 columns
     )
     app.callback()(_root)
     for name, module in _COMMANDS.items():

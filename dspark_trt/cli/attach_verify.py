@@ -39,7 +39,10 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Put lossless verification behind MODEL's logits, so that it returns counts and tokens."""
+    """Put lossless verification behind MODEL's logits.
+
+    The model that is written returns counts and tokens.
+    """
     from dspark_trt.plugins.attach import attach_to_file
     from dspark_trt.plugins.contract import VerifyMode
 

@@ -45,7 +45,10 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compare schedulers by tokens/s, accepted length and time by part, all in one run."""
+    """Compare schedulers: tokens/s, accepted length, time.
+
+    All of them in one run, in turns on the same models.
+    """
     from dspark_trt.bundle import WEIGHTS, load_bundle
     from dspark_trt.files import make_folder, new_file, write_json
     from dspark_trt.runtime.backends import open_backend

@@ -74,7 +74,10 @@ def command(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Build TensorRT or TensorRT-RTX engines of a bundle's graphs; tensorrt-rtx needs no GPU."""
+    """Build TensorRT engines of a bundle's graphs.
+
+    Backend tensorrt-rtx needs no GPU to build.
+    """
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 

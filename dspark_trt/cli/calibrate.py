@@ -48,9 +48,9 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fit calibration.json of a bundle and report errors on held-out requests.
+    """Fit calibration.json, which makes confidences true.
 
-    Needs no new export: engines read the file when they start.
+    Errors are reported on held-out requests. No new export: engines read the file when they start.
     """
     from dspark_trt.bundle import CALIBRATION, load_bundle
     from dspark_trt.files import make_folder, require_place

@@ -58,7 +58,10 @@ def command(
         bool, typer.Option("--json", help="Print one JSON document when the chat is over.")
     ] = False,
 ) -> None:
-    """Chat with a bundle's target; one line of input is one message, /help lists commands."""
+    """Chat with a bundle's target.
+
+    One line of input is one message, /help lists commands.
+    """
     from dspark_trt.bundle import load_bundle
     from dspark_trt.runtime.backends.interface import BackendOptions
     from dspark_trt.runtime.engine import Engine, EngineOptions

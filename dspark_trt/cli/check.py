@@ -34,7 +34,10 @@ def command(
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Verify hashes, run the ONNX checker, and compare every graph with its torch module."""
+    """Compare every graph of a bundle with its torch module.
+
+    Hashes are verified and the ONNX checker is run as well.
+    """
     require_extra("export", ("torch", "onnx", "onnx_ir", "polygraphy"))
     require_extra("cpu", ("onnxruntime",))
     from dspark_trt.bundle import load_bundle

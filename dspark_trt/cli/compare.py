@@ -46,7 +46,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compare drafters: accepted length, acceptance by position, draft cost, break-even, speed.
+    """Compare drafters: acceptance, draft cost, speed.
 
     Every draft is verified while acceptance is measured; speed is plain decoding against drafts under
     the scheduler. A bundle without a cost table gets a quick one, which is not kept.

@@ -51,7 +51,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a drafter in another project's layout: the same bytes under other names."""
+    """Write a drafter in another project's layout, bit for bit."""
     overrides = overrides_from_flags(
         sample_from_anchor=sample_from_anchor,
         mask_token_id=mask_token_id,

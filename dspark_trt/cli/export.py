@@ -88,7 +88,7 @@ def command(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Export a drafter and its target to ONNX graphs in one folder, the bundle."""
+    """Export a drafter and its target as ONNX graphs: a bundle."""
     require_extra("export", ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"))
     # A stopped export cleans up as an interrupted one does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

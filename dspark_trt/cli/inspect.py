@@ -85,7 +85,10 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a bundle or engine holds, or how a checkpoint is read: format, heads, slots, tapped layers, and every decision made."""
+    """Show what a bundle, engine or checkpoint holds, and why.
+
+    Of a checkpoint: format, heads, slots, tapped layers, and every decision made in reading it.
+    """
     overrides = overrides_from_flags(
         sample_from_anchor=sample_from_anchor,
         mask_token_id=mask_token_id,

@@ -52,7 +52,10 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure rounds through the engine and write sps.json, which schedulers and the bypass weigh."""
+    """Measure what rounds cost here and write sps.json.
+
+    Whole rounds through the engine: what schedulers and the bypass weigh.
+    """
     from dataclasses import replace
 
     from dspark_trt.bundle import COST_TABLE, load_bundle

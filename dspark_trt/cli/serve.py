@@ -84,7 +84,7 @@ def command(
         bool, typer.Option("--json", help="Print one JSON line to stdout when listening.")
     ] = False,
 ) -> None:
-    """Serve a bundle over OpenAI's HTTP API, with a live page at /ui."""
+    """Serve a bundle over OpenAI's HTTP API; live page at /ui."""
     require_extra("serve", ("fastapi", "llguidance", "uvicorn"))
     from dspark_trt.runtime.async_engine import AsyncEngine
     from dspark_trt.runtime.backends.interface import BackendOptions

@@ -91,7 +91,10 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compare verification policies on recorded rounds and a cost table, without a GPU."""
+    """Compare verification policies without a GPU.
+
+    Rounds are recorded or synthetic; costs are a cost table or a roofline.
+    """
     from dspark_trt.files import make_folder
     from dspark_trt.runtime.capacity import plan_capacity
     from dspark_trt.runtime.simulation import compare, policies_named, standard_policies

@@ -64,7 +64,7 @@ def command(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing repository.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Write a bundle as a model repository for Triton Inference Server."""
+    """Write a model repository for Triton Inference Server."""
     from dspark_trt.bundle import load_bundle
     from dspark_trt.runtime.serving.triton_config import EngineSettings
     from dspark_trt.runtime.serving.triton_repository import write_repository
