@@ -193,7 +193,8 @@ class Planner:
             self._account_for_rest()
             self._slots, self._rest, self._watched = slots, 0, 0
             self._look_up_accounts()
-        if self._bypass is None or (self._is_known and not self._some_stopped):
+        is_sure = self._is_known and not self._some_stopped
+        if not self._drafts or self._bypass is None or is_sure:
             return _everyone(len(slots), self._drafts)
         if self._rest == 0:
             self._account_for_rest()

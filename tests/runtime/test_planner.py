@@ -96,6 +96,13 @@ def test_a_round_without_numbers_leaves_what_others_showed() -> None:
     assert planner.drift.gap()[0] == pytest.approx(1 / (1 + np.exp(-2.0)) - 1)
 
 
+def test_a_scheduler_that_verifies_nothing_drafts_nothing_whatever_the_bypass_thinks() -> None:
+    planner, slots = _planner(3, bypass=Bypass()), np.arange(3)
+    assert planner.drafting(slots).all()
+    planner.scheduler = Fixed(0)
+    assert not any(planner.drafting(slots).any() for _ in range(60))
+
+
 def test_rounds_of_one_scheduler_are_learned_before_the_next_takes_over() -> None:
     """They hold confidences of different kinds."""
     planner, slots = _planner(2), np.arange(2)
