@@ -32,6 +32,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
+        engine.open_graphs()
         self._engine = engine
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._deliver: dict[int, Deliver] = {}

@@ -151,6 +151,8 @@ def run_bench(
         for requests in plan.requests
         for name in plan.schedulers
     }
+    for arm in arms.values():  # of the same models
+        arm.engine.open_graphs()
     loads = [
         (requests, temperature, domain)
         for requests in plan.requests

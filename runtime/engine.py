@@ -24,7 +24,12 @@ from dspark_trt.errors import (
 )
 from dspark_trt.runtime.admission import AdmissionLimits, WaitingQueue
 from dspark_trt.runtime.backends import Backend, open_backend
-from dspark_trt.runtime.backends.interface import BackendOptions, RunsRounds, TargetModel
+from dspark_trt.runtime.backends.interface import (
+    BackendOptions,
+    OpensLate,
+    RunsRounds,
+    TargetModel,
+)
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.drafter_window import DrafterWindow
@@ -278,6 +283,10 @@ class Engine:
         return sequence.id
 
     def _check(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            raise RequestError(
+                f"expected a Request, got {request!r}; text becomes its prompt_ids with TextCodec.encode"
+            )
         limit = self.bundle.max_context_tokens
         if len(request.prompt_ids) >= limit:
             raise CapacityError(
@@ -331,6 +340,16 @@ class Engine:
         sequence = self._known.get(request_id)
         if sequence is not None and sequence.finish_reason is not None:
             del self._known[request_id]
+
+    def open_graphs(self) -> None:
+        """Open what opens with the first request that needs it, so that no request waits for it; `AsyncEngine` does.
+
+        Raises:
+            BackendError: the backend refuses one.
+        """
+        for part in (self._rounds.drafter, self._rounds.verification.verifier):
+            if isinstance(part, OpensLate):
+                part.open_graphs()
 
     def fail_all(self, error: str) -> None:
         """End every request with an error: what a service does before it gives an engine up."""

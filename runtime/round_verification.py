@@ -45,7 +45,7 @@ class RoundVerification:
         strict_margin: float,
     ) -> None:
         self.is_strict = strict_margin > 0
-        self._verifier, self._table = verifier, table
+        self.verifier, self._table = verifier, table
         self._gamma, self._vocab, self._margin = gamma, vocab, strict_margin
         self._processors: ProcessorTable | None = None  # with the first request that needs any
         # Of rounds in which nobody drafts: the same arrays every time, and nobody writes to them.
@@ -88,7 +88,7 @@ class RoundVerification:
         processors = None
         if uses_processors:
             processors = self._processed(sequences, offsets, tokens, lengths)
-        return self._verifier.verify(
+        return self.verifier.verify(
             VerifyInputs(
                 target_logits=logits,
                 offsets=offsets,

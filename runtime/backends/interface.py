@@ -122,6 +122,14 @@ class Shrinks(Protocol):
 
 
 @runtime_checkable
+class OpensLate(Protocol):
+    """A model or verifier that opens a graph with the first batch that needs it."""
+
+    def open_graphs(self) -> None:
+        """Open them all now: no request waits for one."""
+
+
+@runtime_checkable
 class CountsWaits(Protocol):
     """A model whose steps are launched: how often so far the host waited for the device."""
 

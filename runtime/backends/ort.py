@@ -260,6 +260,11 @@ class OrtDraftModel(_CachedModel):
             self._graphs[name] = OrtGraph(self._bundle.graph_path(name), self._options)
         return self._graphs[name]
 
+    def open_graphs(self) -> None:
+        self._graph("draft")
+        if self._has_greedy:
+            self._graph(GREEDY_DRAFT)
+
     def reserve(self, context_tokens: int) -> None:
         self._caches.reserve(context_tokens + self._slack_rows)
 
@@ -359,6 +364,10 @@ class OrtVerifier:
         outputs = _processed_bindings(bundle).outputs
         self._committed = _Outputs(outputs[:2], requests)
         self._processed = _Outputs(outputs, requests)
+
+    def open_graphs(self) -> None:
+        for name in ("verify_greedy", "verify", "verify_processed"):
+            self._graph(name)
 
     def verify(self, inputs: VerifyInputs) -> Verification:
         name = "verify" if any(inputs.temperature.tolist()) else "verify_greedy"

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import BackendError, CheckpointError, EngineClosedError, RequestError
 from dspark_trt.runtime.async_engine import AsyncEngine
+from dspark_trt.runtime.backends import ort
 from dspark_trt.runtime.backends.interface import BackendOptions, Committed
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Completion, FinishReason, Request, SamplingParams
@@ -461,3 +462,37 @@ def test_the_host_owned_example_runs(fixture_bundle: ExportBundle, drafter: str)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "same tokens: yes" in done.stdout
+
+
+def test_a_service_opens_every_graph_before_the_first_request(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first request with a temperature or log-probabilities waited a fifth of a second for its graphs."""
+    opened: list[str] = []
+    open_session = ort.open_session
+
+    def opens(path: Path, options: BackendOptions) -> Any:
+        opened.append(path.stem)
+        return open_session(path, options)
+
+    monkeypatch.setattr(ort, "open_session", opens)
+    with AsyncEngine(Engine.load(tiny_bundle, options=EngineOptions(max_batch=2))) as service:
+        before = list(opened)
+        for params in (
+            SamplingParams(max_new_tokens=9),
+            SamplingParams(max_new_tokens=9, temperature=1.0),
+            SamplingParams(max_new_tokens=9, logprobs=2),
+        ):
+            service.generate(Request(prompt_ids=(5, 6, 7), params=params))
+        assert opened == before
+    assert sorted(before) == sorted(
+        [
+            "context",
+            "draft",
+            "draft_greedy",
+            "target",
+            "verify",
+            "verify_greedy",
+            "verify_processed",
+        ]
+    )
