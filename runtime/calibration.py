@@ -25,6 +25,8 @@ FORMAT = "dspark-calibration-1"
 
 Floats = NDArray[np.float64]
 
+_FIT_AGAIN = "Fit it again: dspark-trt calibrate BUNDLE"
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class Calibration:
@@ -177,14 +179,18 @@ class Calibration:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise TableError(f"cannot read calibration {path}: {error}") from error
+            raise TableError(
+                f"cannot read calibration {path}: {error}. {_FIT_AGAIN}"
+            ) from error
         if not isinstance(data, dict):
-            raise TableError(f"{path} must hold a JSON object, got {type(data).__name__}")
+            raise TableError(
+                f"{path} must hold a JSON object, got {type(data).__name__}. {_FIT_AGAIN}"
+            )
         try:
             return cls.from_json(data)
         except (TableError, TypeError, ValueError, OverflowError) as error:
             raise TableError(
-                f"calibration {path} is malformed: {error}. Fit it again: dspark-trt calibrate BUNDLE"
+                f"calibration {path} is malformed: {error}. {_FIT_AGAIN}"
             ) from error
 
     def save(self, path: Path) -> None:

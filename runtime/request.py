@@ -199,6 +199,8 @@ class Request:
     timeout_s: float | None = None  # from submission to the last token
 
     def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {self.params!r}")
         if not len(self.prompt_ids):
             raise RequestError("the prompt is empty: at least one token is needed")
         strange = [

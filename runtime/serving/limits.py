@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dspark_trt.runtime.serving.access_log import record_of
 from dspark_trt.runtime.serving.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ui", "/ui/page.js", "/ui/page.css"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ui", "/ui/page.js", "/ui/page.css"})
 _MOST_CLIENTS = 10_000  # that the rate limit remembers
 
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 
 _UI = Path(__file__).parent / "ui"
 _UI_FILES = {
@@ -29,7 +29,13 @@ def page_routes() -> APIRouter:
     for path, (name, media_type) in _UI_FILES.items():
         file = _file((_UI / name).read_bytes(), media_type)
         router.add_api_route(path, file, methods=["GET"], include_in_schema=False)
+    router.add_api_route("/", _to_page, methods=["GET"], include_in_schema=False)
     return router
+
+
+async def _to_page() -> Response:
+    """What a browser asks for first. Relative: a proxy may have put the server under a path of its own."""
+    return RedirectResponse("ui")
 
 
 def _file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:

@@ -34,6 +34,8 @@ def _sentence(first: Any, errors: Any, param: str | None) -> str:
         return f"unknown parameter: {param}"
     if first["type"] == "unsupported_parameter":
         return str(first["msg"])
+    if param is None and isinstance(first.get("input"), bytes):
+        return "the body was not read as JSON: send it with the header Content-Type: application/json"
     if first["type"] == "value_error":  # a sentence of ours
         return str(first["ctx"]["error"])
     # The alternatives of a union report one by one.

@@ -73,7 +73,9 @@ def test_malformed_files_are_refused(tmp_path: Path, data: object, message: str)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match=r"cannot read calibration .*nothing\.json"):
+    with pytest.raises(
+        TableError, match=r"cannot read calibration .*nothing\.json.*Fit it again"
+    ):
         Calibration.load(tmp_path / "nothing.json")
 
 

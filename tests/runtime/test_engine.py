@@ -254,6 +254,8 @@ def test_refusals(engine: Engine) -> None:
         engine.submit(request([5, 2048]))
     with pytest.raises(RequestError, match="stop token -1 is outside the vocabulary of 2048"):
         engine.submit(request([5], stop_token_ids=(-1,)))
+    with pytest.raises(RequestError, match="expected a Request, got 'hi'; text becomes"):
+        engine.submit("hi")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="max_new_tokens must be at least 1, got 0"):
         request([5], max_new_tokens=0)
     with pytest.raises(RequestError, match=r"top_p must be above 0 and at most 1, got 1\.5"):
@@ -291,6 +293,8 @@ def test_prompts_of_other_types() -> None:
         Request(prompt_ids=(1, 2.5))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"priority must be a whole number, got '1'"):
         Request(prompt_ids=(1,), priority="1")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"params must be SamplingParams, got \{'seed': 1\}"):
+        Request(prompt_ids=(1,), params={"seed": 1})  # type: ignore[arg-type]
     for timeout in ("x", 0, float("nan")):
         with pytest.raises(RequestError, match="timeout_s must be a number above 0, got"):
             Request(prompt_ids=(1,), timeout_s=timeout)  # type: ignore[arg-type]

@@ -139,6 +139,16 @@ def test_hostile_bodies_get_one_sentence(server: Running, path: str, body: bytes
     assert "Traceback" not in message
 
 
+@pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}])
+def test_a_body_of_another_type_is_told_its_header(
+    server: Running, headers: dict[str, str]
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    refused = HTTP.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    assert refused.status_code == 400
+    assert "header Content-Type: application/json" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "faulty"),
     [

@@ -173,6 +173,11 @@ def test_probes_and_the_empty_page_are_open(guarded: Running, path: str) -> None
     assert HTTP.get(guarded.url + path).status_code == 200
 
 
+def test_a_browser_is_led_to_the_page(guarded: Running) -> None:
+    answer = HTTP.get(guarded.url + "/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "ui")
+
+
 @pytest.mark.parametrize("key", [KEY, OTHER])
 def test_either_key_opens(guarded: Running, key: str) -> None:
     headers = {"authorization": f"bearer {key}"}
