@@ -5,9 +5,9 @@ Schedulers are pure; this is where their past lives: the bypass accounts, each r
 from its earlier rounds, and the confidences of two rounds ago. Slots name requests for as long as they
 run, ids for ever.
 
-A round may take a millisecond, and learning from it half of one. So rounds are learned from one by one
-while it is unknown whether drafting pays, and together afterwards: the longer the same requests have been
-watched, the less one more round says.
+A round may take a millisecond, and learning from it a third of one. So several are learned from together: the longer the
+same requests have been watched, the less one more says. Only the bypass counts one by one while it is unknown
+whether drafting pays.
 
 Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ drafted tokens, V vocabulary.
 """
@@ -108,6 +108,7 @@ class Planner:
         bypass: Bypass | None = None,
     ) -> None:
         self._unlearned: list[_Round] = []  # of one scheduler
+        self._unaccounted = 0  # the last so many of them
         self.scheduler = scheduler
         self.calibration = calibration
         self.table = table
@@ -318,36 +319,51 @@ class Planner:
         """What the round of the slots last given to ``drafting`` showed; later rounds use it."""
         self._unlearned.append(_Round(planned, drafted, lengths, accepted, context_tokens))
         self._watched += 1
-        is_probe = self._some_stopped and (drafted & self._stopped).any()
+        self._unaccounted += 1
         # Without a bypass only drift learns from fixed lengths, and it is read by people.
         is_patient = self._fixed is not None and self._bypass is None
         together = _MOST_TOGETHER if is_patient else patience(self._watched)
-        if is_probe or not self._is_known or len(self._unlearned) >= together:
+        if len(self._unlearned) >= together:
             self._learn()
+        elif not self._is_known or self._is_probe(drafted):
+            self._account()
+
+    def _is_probe(self, drafted: Bools) -> bool:
+        return self._some_stopped and bool((drafted & self._stopped).any())
 
     def _learn(self) -> None:
+        """From the rounds that wait: accounts, drift and corrections."""
         if not self._unlearned:
             return
+        self._account()
         rounds, self._unlearned = self._unlearned, []
-        drafted, lengths, accepted = _stacked(rounds)
         confidence = self._confidences(rounds)
-        if self._bypass is not None and self.table is not None:
-            context = self._context(rounds[-1].context_tokens)
-            spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
-            kept = accepted.astype(np.float64)
-            if confidence is not None and self._slots.size == 1:
-                foreseen = _expected_accepted(confidence, lengths[drafted])
-                kept[drafted] += _FORESEEN * (foreseen - kept[drafted])
-            self._accounts = self._bypass.updated(
-                self._accounts, self._slots, drafted=drafted, spent=spent, accepted=kept
-            )
-            self._look_up_accounts()
         if confidence is None:
             return
+        drafted, lengths, accepted = _stacked(rounds)
         shown = outcomes(confidence, lengths[drafted], accepted[drafted])
         self._drift = self._drift.updated(shown, len(rounds))
         if self._fixed is None:
             self._correct(drafted, shown)
+
+    def _account(self) -> None:
+        """What the rounds since the last time gained: all that the next ``drafting`` asks for."""
+        rounds = self._unlearned[len(self._unlearned) - self._unaccounted :]
+        self._unaccounted = 0
+        if self._bypass is None or self.table is None or not rounds:
+            return
+        drafted, lengths, accepted = _stacked(rounds)
+        context = self._context(rounds[-1].context_tokens)
+        spent = plain_rounds_spent(self.table, lengths, drafted, context_tokens=context)
+        kept = accepted.astype(np.float64)
+        confidence = self._confidences(rounds) if self._slots.size == 1 else None
+        if confidence is not None:
+            foreseen = _expected_accepted(confidence, lengths[drafted])
+            kept[drafted] += _FORESEEN * (foreseen - kept[drafted])
+        self._accounts = self._bypass.updated(
+            self._accounts, self._slots, drafted=drafted, spent=spent, accepted=kept
+        )
+        self._look_up_accounts()
 
     def _look_up_accounts(self) -> None:
         if self._bypass is not None:
