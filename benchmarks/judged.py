@@ -432,7 +432,7 @@ def speculation(bench: Bench) -> Iterator[Figure]:
                 continue
             plain = result.tallies[replace(cell, scheduler="fixed:0")].tokens_per_second
             # Turns of one request: it gains or it does not, so totals count, not the median request.
-            spent, plainly = (
+            adaptively, plainly = (
                 sum(1 / speed for speed in speeds)
                 for speeds in (tally.tokens_per_second, plain)
             )
@@ -444,7 +444,7 @@ def speculation(bench: Bench) -> Iterator[Figure]:
             yield Figure(
                 group="speculation",
                 name=f"adaptive / plain, {name} drafter, {cell.domain}, T = {cell.temperature:g}",
-                measured=plainly / spent,
+                measured=plainly / adaptively,
                 bound=bounds[name].get(cell.domain, 0.98),
                 is_floor=True,
                 detail=f"τ {'-' if tau is None else f'{tau[0]:.2f}'}, "

@@ -172,11 +172,7 @@ class Bypass:
         alike = 1.0 + self.alike * (len(rows) - 1)
         forget = self.shared_memory ** (of_all.rounds / max(len(rows), 1))
         shared = self._inherited(state, level)
-        known = _Known(
-            forget * shared.rounds + of_all.rounds / alike,
-            forget * shared.gain + of_all.gain / alike,
-            forget * shared.squares + of_all.squares / alike,
-        )
+        known = _remembered(shared, of_all, forget, alike)
         variance = _variance(known)
         best_of_all = _plausible_gain(known, variance, judgement, judgement.trust)
         undrafted = rounds - drafted_rounds
@@ -186,12 +182,8 @@ class Bypass:
         requests = list(state.requests)
         trust = min(own_judgement.trust, best_of_all) if is_alone else own_judgement.trust
         for slot, seen in zip(rows, by_request, strict=True):
-            account, forget = requests[slot], self.memory**seen.rounds
-            own = _Known(
-                forget * account.rounds + seen.rounds,
-                forget * account.gain + seen.gain,
-                forget * account.squares + seen.squares,
-            )
+            account = requests[slot]
+            own = _remembered(account, seen, self.memory**seen.rounds)
             best = _plausible_gain(own, variance, own_judgement, trust)
             requests[slot] = self._judged(
                 account, own, seen, best, own_judgement, rounds - seen.rounds
@@ -272,6 +264,15 @@ def _seen(
     own = np.array([took_part, own_gain, own_gain * own_gain, own_cost, kept]).sum(axis=1)
     of_all = np.array([took_part, gain, gain * gain, cost, kept]).sum(axis=(1, 2))
     return [_Seen(*each) for each in own.T.tolist()], _Seen(*of_all.tolist())
+
+
+def _remembered(account: Account, seen: _Seen, forget: float, alike: float = 1.0) -> _Known:
+    """Sums with new rounds among them, which count as so many fewer as they are ``alike``."""
+    return _Known(
+        forget * account.rounds + seen.rounds / alike,
+        forget * account.gain + seen.gain / alike,
+        forget * account.squares + seen.squares / alike,
+    )
 
 
 def _variance(known: _Known) -> float:

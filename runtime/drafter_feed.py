@@ -79,9 +79,7 @@ class DrafterFeed:
         """
         table = self._table
         if not self.is_chain:
-            for row, taken in enumerate(table.new_len[:batch].tolist()):
-                table.draft_len[row] += taken
-                table.new_len[row] = 0
+            table.taps_are_cached(batch)
             return
         rows = np.flatnonzero(table.new_len[:batch])
         last = table.new_len[rows] - 1

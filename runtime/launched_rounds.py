@@ -116,9 +116,7 @@ class LaunchedRounds:
             self._held = 0  # the device went on without us
             raise
         self.rounds += 1
-        table = self._table
-        table.draft_len[:count] += table.new_len[:count]
-        table.new_len[:count] = 0
+        self._table.taps_are_cached(count)
         return committed
 
     def drafted(self, count: int) -> DraftOutput:

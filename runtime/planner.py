@@ -15,7 +15,7 @@ Legend: R decoding requests of a round, D of them drafted, n rounds, K = γ draf
 from dataclasses import replace
 from functools import lru_cache
 from math import tanh
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from dspark_trt.runtime.backends.interface import DraftOutput
 from dspark_trt.runtime.break_even import expected_gain, plain_rounds_spent
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.calibration import Calibration
-from dspark_trt.runtime.cost_model import CostModel
+from dspark_trt.runtime.cost_model import CostModel, read_only
 from dspark_trt.runtime.estimator import Estimator, draft_probabilities
 from dspark_trt.runtime.online_calibration import (
     CommonOffsets,
@@ -83,11 +83,10 @@ class _Round(NamedTuple):
     context_tokens: Ints  # [R] or [1]
 
 
-@lru_cache(maxsize=256)
-def _everyone(requests: int, drafts: bool) -> Bools:
-    made = np.full(requests, drafts)
-    made.setflags(write=False)
-    return made
+@lru_cache(maxsize=512, typed=True)
+def all_alike(requests: int, value: int) -> NDArray[Any]:
+    """One value for each of so many requests, bool or int64: the same read-only array every time."""
+    return read_only(np.full(requests, value))
 
 
 def patience(watched: int) -> int:
@@ -158,12 +157,8 @@ class Planner:
     def drift(self) -> Drift:
         """Predicted against observed acceptance of recent rounds, those not yet learned from included."""
         rounds = self._unlearned
-        confidence = self._confidences(rounds)
-        if confidence is None:
-            return self._drift
-        drafted, lengths, accepted = _stacked(rounds)
-        shown = outcomes(confidence, lengths[drafted], accepted[drafted])
-        return self._drift.updated(shown, len(rounds))
+        found = self._shown(rounds)
+        return self._drift if found is None else self._drift.updated(found[1], len(rounds))
 
     @property
     def bypassed(self) -> dict[str, int] | None:
@@ -196,7 +191,7 @@ class Planner:
             self._look_up_accounts()
         is_sure = self._is_known and not self._some_stopped
         if not self._drafts or self._bypass is None or is_sure:
-            return _everyone(len(slots), self._drafts)
+            return all_alike(len(slots), self._drafts)
         if self._rest == 0:
             self._account_for_rest()
             drafts = self._bypass.drafting(self._accounts, slots)
@@ -204,7 +199,7 @@ class Planner:
                 return drafts
             self._rest = max(self._bypass.rest(self._accounts, slots), 1)
         self._rest, self._rested = self._rest - 1, self._rested + 1
-        return _everyone(len(slots), False)
+        return all_alike(len(slots), False)
 
     def plan(self, requests: DraftedRequests, draft: DraftOutput) -> PlannedRound:
         """Lengths of the requests, at most their limits."""
@@ -337,11 +332,10 @@ class Planner:
             return
         self._account()
         rounds, self._unlearned = self._unlearned, []
-        confidence = self._confidences(rounds)
-        if confidence is None:
+        found = self._shown(rounds)
+        if found is None:
             return
-        drafted, lengths, accepted = _stacked(rounds)
-        shown = outcomes(confidence, lengths[drafted], accepted[drafted])
+        drafted, shown = found
         self._drift = self._drift.updated(shown, len(rounds))
         if self._fixed is None:
             self._correct(drafted, shown)
@@ -370,6 +364,14 @@ class Planner:
             self._is_known = self._bypass.knows(self._accounts, self._slots.size)
             self._stopped = self._bypass.stopped(self._accounts, self._slots)
             self._some_stopped = bool(self._stopped.any())
+
+    def _shown(self, rounds: list[_Round]) -> tuple[Bools, Outcomes] | None:
+        """Who drafted [n, R], and what these showed, round by round; None if their drafter has no scores."""
+        confidence = self._confidences(rounds)
+        if confidence is None:
+            return None
+        drafted, lengths, accepted = _stacked(rounds)
+        return drafted, outcomes(confidence, lengths[drafted], accepted[drafted])
 
     def _confidences(self, rounds: list[_Round]) -> Floats | None:  # [M, K]
         """Of requests that drafted, round by round; None if their drafter has no scores."""

@@ -55,7 +55,8 @@ def block_rows(blocks: Ints, lengths: Ints, context_len: Ints) -> RaggedRows:
 @lru_cache(maxsize=256)
 def _places(rows: tuple[int, ...], slots: int) -> Ints:
     """Of the first so many of each request's slots, in all slots one behind another."""
-    places = np.concatenate([r * slots + np.arange(own) for r, own in enumerate(rows)])
+    shape = _shape(rows, (True,) * len(rows))
+    places = shape.request * slots + shape.within
     places.setflags(write=False)
     return places
 

@@ -8,7 +8,6 @@ Active requests are the first rows of every cache, so bindings never move. A rou
 """
 
 from collections.abc import Sequence as Listed
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from dspark_trt.runtime.backends.interface import (
 from dspark_trt.runtime.drafter_feed import DrafterFeed
 from dspark_trt.runtime.drafter_window import DrafterWindow
 from dspark_trt.runtime.launched_rounds import LaunchedRounds
-from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner
+from dspark_trt.runtime.planner import DraftedRequests, PlannedRound, Planner, all_alike
 from dspark_trt.runtime.ragged import RaggedRows, block_rows, ragged_rows
 from dspark_trt.runtime.request import FinishReason, TokenKind, TokenLogprobs
 from dspark_trt.runtime.round_report import RoundReport, Stages
@@ -424,11 +423,11 @@ class Rounds:
         share = (self._max_tokens_per_step - len(self.active)) // max(drafting, 1)
         most = min(max(share, 0), self._gamma)
         # Of anchor, drafts and the target's own token; never below 0: full contexts have ended.
-        room = self._max_context_tokens - 2 - max(context.tolist(), default=0)
-        if drafting == len(own) and most <= room:
-            limits = _alike(drafting, most)
+        last = self._max_context_tokens - 2
+        if drafting == len(own) and max(context.tolist(), default=0) + most <= last:
+            limits = all_alike(drafting, most)
         else:
-            limits = np.minimum(self._max_context_tokens - 2 - context, most) * own
+            limits = np.minimum(last - context, most) * own
         return DraftedRequests(
             rows=standing.rows,
             ids=standing.ids,
@@ -539,13 +538,6 @@ class Rounds:
                 self.feed.commit(row, sequence.slot, taps[: accepted + 1])
         if sequence.finish_reason is None and sequence.length >= self._max_context_tokens:
             sequence.finish(FinishReason.CAPACITY)
-
-
-@lru_cache(maxsize=256)
-def _alike(count: int, value: int) -> Ints:
-    values = np.full(count, value)
-    values.setflags(write=False)
-    return values
 
 
 def _logprobs(

@@ -82,6 +82,12 @@ class RowTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
 
+    def taps_are_cached(self, count: int) -> None:
+        """New taps of the first rows went into the drafter's cache."""
+        for row, taken in enumerate(self.new_len[:count].tolist()):
+            self.draft_len[row] += taken
+            self.new_len[row] = 0
+
     def swap(self, first: int, second: int) -> None:
         swap_rows(self, first, second)
 
