@@ -14,7 +14,8 @@ from typing import NamedTuple
 import xxhash
 
 PIECE_BYTES = 16 << 20
-_BLOCK_BYTES = 1 << 20  # read at a time: still in the processor's cache when it is hashed
+# Read at a time, into one place: the second-level cache still holds it when it is hashed.
+_BLOCK_BYTES = 1 << 20
 # One hashes while the other reads; a third made disks slower and memory no faster.
 _THREADS = 2
 _WORTH_THREADS_BYTES = 2 * PIECE_BYTES
@@ -76,10 +77,11 @@ def _pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE_BYTES, size_bytes)
 
 
-def _blocks(path: Path, start: int, end: int) -> Iterator[bytes]:
-    """What is there of the bytes from `start` to `end`."""
+def _blocks(path: Path, start: int, end: int) -> Iterator[memoryview]:
+    """What is there of the bytes from `start` to `end`; each block holds until the next is asked for."""
     with path.open("rb", buffering=0) as stream:
         stream.seek(start)
-        while start < end and (block := stream.read(min(_BLOCK_BYTES, end - start))):
-            yield block
-            start += len(block)
+        block = memoryview(bytearray(min(_BLOCK_BYTES, end - start)))
+        while start < end and (count := stream.readinto(block[: end - start])):
+            yield block[:count]
+            start += count

@@ -16,7 +16,9 @@ draft step dearer for them.
 The only request that runs is judged by itself, quickly, and probed soon again: it may be over before
 anything is certain. What those before it gained is where its own account starts, and the probes of all of them
 together may lose a small share of the rounds: one chat that a drafter does not know must not stop it for the
-code that comes next, and a useless drafter must not be tried anew by every request.
+code that comes next, and a useless drafter must not be tried anew by every request. Its drafts have to return a
+margin above what the cost table says: short steps wait for memory, drafter and target push each other out of
+caches, and both take longer than on the quiet machine of the measurement when neighbours use them as well.
 
 Decisions use earlier rounds only. Accounts are a handful of numbers each, so they are kept as such: a round of one
 request may be over in a millisecond, and arrays of one number are slow.
@@ -70,12 +72,13 @@ class Judgement(NamedTuple):
     probe_share: float
     growth: float = 1.0
     trust: float = 0.5  # gain a round that it is credited with
+    margin: float = 0.0  # share of what the cost table says that drafts have to return besides
 
 
 TOGETHER = Judgement(certainty=0.5, trust_rounds=6.0, probe_share=0.02)
 ONE_OF_MANY = Judgement(certainty=3.0, trust_rounds=16.0, probe_share=0.1)
-ONE_BY_ONE = TOGETHER._replace(probe_share=0.015, growth=0.1)
-ONLY_ONE = Judgement(certainty=0.5, trust_rounds=4.0, probe_share=0.1, trust=0.25)
+ONE_BY_ONE = TOGETHER._replace(probe_share=0.015, growth=0.1, margin=0.2)
+ONLY_ONE = Judgement(certainty=0.5, trust_rounds=4.0, probe_share=0.1, trust=0.25, margin=0.2)
 
 
 @dataclass(frozen=True)
@@ -160,12 +163,17 @@ class Bypass:
         rows = _listed(slots)
         took_part = np.atleast_2d(np.asarray(drafted, dtype=np.float64))
         kept = np.asarray(accepted) * took_part
-        by_request, of_all = _seen(took_part, kept, *spent)
-        rounds = float(len(took_part))
-        drafted_rounds = float(np.count_nonzero(took_part.any(axis=1)))
         is_alone = len(rows) == 1
         own_judgement = self.only_one if is_alone else self.one_of_many
         judgement = self.one_by_one if is_alone else self.together
+        by_request, of_all = _seen(
+            took_part,
+            kept,
+            (1.0 + judgement.margin) * spent.together,
+            (1.0 + own_judgement.margin) * spent.alone,
+        )
+        rounds = float(len(took_part))
+        drafted_rounds = float(np.count_nonzero(took_part.any(axis=1)))
 
         level = _level(len(rows))
         # Requests of a round are alike, so they count as fewer; time passes by the round.

@@ -78,7 +78,23 @@ def test_a_good_drafter_is_hardly_ever_stopped(requests: int, table: CostTable) 
     good = np.tile([0.8, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75], (400, 1))
     shares = [_run(good, requests, table=table, seed=seed)[1].mean() for seed in range(20)]
     assert np.mean(shares) > 0.9
-    assert np.median(shares) == 1.0
+    assert np.median(shares) > 0.95
+
+
+def test_one_request_drafts_only_where_drafts_return_more_than_the_table_says_they_cost() -> (
+    None
+):
+    """Neighbours on a machine make drafting dearer than it was when it was measured."""
+    conditional = np.tile([0.7, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5], (600, 1))  # 1.5 accepted
+    shares = []
+    for drafting_cost in (0.5, 0.8):  # 1.1 and 1.4 plain rounds with verification
+        table = CostTable(
+            [1, 8], [1.0, 1 / 1.6], padded=False, requests=[1], draft_seconds=[drafting_cost]
+        )
+        runs = [_run(conditional, 1, table=table, seed=seed)[1].mean() for seed in range(10)]
+        shares.append(np.mean(runs))
+    assert shares[0] > 0.6
+    assert shares[1] < 0.4
 
 
 def test_drafting_comes_back_when_it_pays() -> None:
@@ -111,7 +127,7 @@ def _played(
 def test_where_drafting_does_not_pay_others_a_new_request_does_not_start() -> None:
     policy = Bypass()
     state = policy.start(2)
-    for _ in range(4):  # one bad request is not yet a bad drafter
+    for _ in range(3):  # one bad request is not yet a bad drafter
         state = policy.joined(state, [0])
         assert policy.drafting(state, [0])[0]
         for _ in range(8):
