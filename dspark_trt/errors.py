@@ -54,3 +54,8 @@ class TableError(DSparkError):
 
 class EngineClosedError(DSparkError):
     """The engine was closed, or its thread failed."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, without the pages that some add; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import onnx_ir as ir
 import torch
 
-from dspark_trt.errors import ExportError
+from dspark_trt.errors import ExportError, first_line
 from dspark_trt.export.graphs import Graph, example_inputs, symbolic_dims
 from dspark_trt.export.passes import drop_unused_outputs, fold_weight_transposes, unfilled
 
@@ -43,8 +43,9 @@ def onnx_from_module(graph: Graph) -> ir.Model:
                 verbose=False,
             )
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ExportError(f"graph {graph.name} cannot be exported: {reason}") from error
+            raise ExportError(
+                f"graph {graph.name} cannot be exported: {first_line(error)}"
+            ) from error
         assert program is not None
         model = program.model
         parameters = _hide_parameters(

@@ -565,7 +565,11 @@ class Engine:
             if sequence is None:
                 return
             row = rounds.join(sequence)
-            self._restore_prefix(sequence, row)
+            try:
+                self._restore_prefix(sequence, row)
+            except BackendError as error:  # no room for its rows: others go on
+                sequence.finish(FinishReason.ERROR, str(error))
+                self._leave(sequence)
 
     def _restore_prefix(self, sequence: Sequence, row: int) -> None:
         if self._prefixes is None:

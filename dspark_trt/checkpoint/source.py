@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.errors import CheckpointError
+from dspark_trt.errors import CheckpointError, first_line
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -51,12 +51,9 @@ def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
             snapshot_download(repo_id, revision=revision, allow_patterns=list(_HUB_FILES))
         )
     except (OSError, ValueError) as error:  # every error of huggingface_hub is one of the two
-        reason = (
-            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        )
         raise CheckpointError(
             f"{repo_id}: no such folder, and the hub gives nothing "
-            f"(revision {revision or 'main'}): {reason}"
+            f"(revision {revision or 'main'}): {first_line(error)}"
         ) from error
 
 

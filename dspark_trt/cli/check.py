@@ -67,14 +67,15 @@ def command(
 def _check_models(bundle: "Bundle") -> None:
     import onnx
 
-    from dspark_trt.errors import BundleError
+    from dspark_trt.errors import BundleError, first_line
 
     for name in bundle.graph_names:
         try:
             onnx.checker.check_model(str(bundle.graph_path(name)))
         except onnx.checker.ValidationError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise BundleError(f"{name}.onnx is no valid ONNX model: {reason}") from error
+            raise BundleError(
+                f"{name}.onnx is no valid ONNX model: {first_line(error)}"
+            ) from error
 
 
 def _read_draft(source: str, bundle: "Bundle") -> "DraftCheckpoint":

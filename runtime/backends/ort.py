@@ -21,7 +21,7 @@ from dspark_trt import bindings
 from dspark_trt.bindings import GraphBindings
 from dspark_trt.bundle import GREEDY_DRAFT, WEIGHTS, Bundle
 from dspark_trt.config import DecoderConfig
-from dspark_trt.errors import BackendError
+from dspark_trt.errors import BackendError, first_line
 from dspark_trt.plugins.contract import VerifyMode, verify_bindings
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
@@ -72,7 +72,7 @@ def open_session(path: Path, options: BackendOptions) -> Any:
     try:
         session = ort.InferenceSession(str(path), settings, providers=providers)
     except Exception as error:  # onnxruntime raises several unrelated types
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         if "escapes model directory" in reason:
             reason = f"{WEIGHTS} is a link out of {path.parent}, which it does not follow. Copy: cp -rL"
         raise BackendError(f"onnxruntime cannot load {path.name}: {reason}") from error
@@ -155,8 +155,7 @@ class OrtGraph:
         try:
             self._session.run_with_iobinding(self.places.binding)
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise BackendError(f"graph {self.name} failed: {reason}") from error
+            raise BackendError(f"graph {self.name} failed: {first_line(error)}") from error
 
 
 class _Outputs:

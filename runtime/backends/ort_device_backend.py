@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark_trt.bundle import Bundle
-from dspark_trt.errors import BackendError
+from dspark_trt.errors import BackendError, first_line
 from dspark_trt.runtime.backends.interface import (
     BackendOptions,
     DraftModel,
@@ -100,8 +100,7 @@ class OrtDeviceBackend:
         try:
             session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime raises several unrelated types
-            reason = str(error).strip().splitlines()[0]
-            raise BackendError(f"graph {graph} failed: {reason}") from error
+            raise BackendError(f"graph {graph} failed: {first_line(error)}") from error
 
     def _place(self, tensor: "Tensor") -> tuple[Any, ...]:
         assert tensor.is_contiguous()

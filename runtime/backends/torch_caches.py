@@ -8,7 +8,7 @@ there (`cuda_graphs.padding`).
 import torch
 
 from dspark_trt.config import DecoderConfig
-from dspark_trt.errors import BackendError
+from dspark_trt.errors import BackendError, first_line
 from dspark_trt.runtime.backends.interface import CacheRows
 
 # On a CPU attention pays for the rows there are, so they grow in small steps. On a GPU growing also means
@@ -53,7 +53,7 @@ class DeviceCaches:
         """Make room for `rows` a request, scratch rows not counted.
 
         Raises:
-            BackendError: the number of rows is fixed.
+            BackendError: the number of rows is fixed, or there is no memory: what caches hold is kept.
         """
         wanted = rows + self.scratch
         if wanted <= self.capacity_rows:
@@ -65,11 +65,17 @@ class DeviceCaches:
             )
         factor, quantum = _GROWTH[self.tensors[0].device.type]
         capacity = -(-int(wanted * factor) // quantum) * quantum
-        for i, old in enumerate(self.tensors):
-            grown = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
-            grown[:, :, : old.shape[2]] = old
-            self.tensors[i] = grown  # one at a time: the peak is one tensor above the total
-        self.version += 1
+        before, self.version = self.capacity_rows, self.version + 1
+        try:
+            for i, old in enumerate(self.tensors):
+                grown = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+                grown[:, :, :before] = old
+                self.tensors[i] = grown  # one at a time: the peak is one tensor above the total
+        except RuntimeError as error:
+            self.tensors = [tensor[:, :, :before] for tensor in self.tensors]
+            raise BackendError(
+                f"no memory for caches of {capacity} rows instead of {before}: {first_line(error)}"
+            ) from error
 
     def clear(self, request: int) -> None:
         """Forget a previous owner: a NaN it left behind a mask would still poison a sum."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark_trt.errors import BackendError
+from dspark_trt.errors import BackendError, first_line
 from dspark_trt.runtime.cuda_graphs.buckets import GraphKey, RecentGraphs
 
 _log = logging.getLogger(__name__)
@@ -52,20 +52,31 @@ class StepGraphs:
         return self._graphs.keys
 
     def run(self, key: GraphKey, version: int = 0) -> None:
-        """Run one step; `version` changes when buffers outside the plan (caches) have moved."""
-        with self._named(f"{self.name} {key.batch}x{key.rows}"):
-            if self._capture is None or self.refusal is not None:
-                self._step(key)
-                return
-            if version != self._version:
-                self._graphs.clear()
-                self._version = version
-            replay = self._graphs.get(key)
-            if replay is None:
-                self._first(key, self._capture)
-            else:
-                self.replayed += 1
-                replay()
+        """Run one step; `version` changes when buffers outside the plan (caches) have moved.
+
+        Raises:
+            BackendError: torch failed, for want of memory as a rule; the step can be run again.
+        """
+        named = f"{self.name} {key.batch}x{key.rows}"
+        try:
+            with self._named(named):
+                self._run(key, version)
+        except RuntimeError as error:
+            raise BackendError(f"step {named} failed: {first_line(error)}") from error
+
+    def _run(self, key: GraphKey, version: int) -> None:
+        if self._capture is None or self.refusal is not None:
+            self._step(key)
+            return
+        if version != self._version:
+            self._graphs.clear()
+            self._version = version
+        replay = self._graphs.get(key)
+        if replay is None:
+            self._first(key, self._capture)
+        else:
+            self.replayed += 1
+            replay()
 
     def clear(self) -> None:
         """Release all graphs: before the memory they point at."""
@@ -80,7 +91,7 @@ class StepGraphs:
             self._put_back(before)
             replayed = self._outputs_of(replay)
         except (RuntimeError, BackendError) as error:
-            reason = f"capture failed: {str(error).strip().splitlines()[0]}"
+            reason = f"capture failed: {first_line(error)}"
         else:
             if all(map(_same_bits, eager, replayed)):
                 self.captured += 1

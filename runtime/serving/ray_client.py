@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from dspark_trt.errors import EngineClosedError
+from dspark_trt.errors import EngineClosedError, first_line
 from dspark_trt.runtime.request import Completion, Request, TokenEvent
 
 _GONE = (RayActorError, EngineClosedError)
@@ -79,5 +79,4 @@ class RayEngine:
 
 def _given_up(attempts: int, error: Exception, seen: int = 0) -> EngineClosedError:
     where = f"after {seen} tokens" if seen else f"{attempts} times"
-    first_line = str(error).strip().splitlines()[0]
-    return EngineClosedError(f"the replica went away {where}: {first_line}")
+    return EngineClosedError(f"the replica went away {where}: {first_line(error)}")

@@ -73,6 +73,19 @@ class Counter:
         )
 
 
+def test_a_step_without_memory_is_a_failed_step() -> None:
+    def step(_key: GraphKey) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
+
+    for capture in (None, lambda step: step):
+        graphs = StepGraphs("draft", step, [torch.zeros(1)], capture=capture, limit=2)
+        with pytest.raises(
+            BackendError, match=r"^step draft 2x8 failed: CUDA out of memory\.$"
+        ):
+            graphs.run(GraphKey(2, 8))
+        assert graphs.refusal is None
+
+
 def test_capturing_runs_a_step_several_times_and_counts_once() -> None:
     counter = Counter()
     graphs = counter.graphs(lambda step: step)

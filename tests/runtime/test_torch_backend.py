@@ -17,6 +17,7 @@ from dspark_trt.runtime.backends import open_backend
 from dspark_trt.runtime.backends.interface import BackendOptions, DraftInputs, TargetModel
 from dspark_trt.runtime.backends.torch_backend import TorchBackend
 from dspark_trt.runtime.backends.torch_buffers import DeviceArray
+from dspark_trt.runtime.backends.torch_caches import DeviceCaches
 from dspark_trt.runtime.backends.torch_models import DeviceDraftModel, DeviceTargetModel
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
@@ -349,3 +350,53 @@ def test_a_parameter_that_no_graph_holds_is_named(tiny_bundle: Bundle, tmp_path:
     (tmp_path / "weights.bin").symlink_to(tiny_bundle.path / "weights.bin")
     with pytest.raises(BundleError, match=r"no graph holds norm\.weight\. Export"):
         StoredWeights(replace(tiny_bundle, path=tmp_path)).target()
+
+
+def test_one_request_without_memory_ends_alone(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator refuses the rows of a long context, after half of a cache's tensors have grown."""
+    asked = [request(seed) for seed in range(3)]
+    asked.insert(1, replace(asked[0], prompt_ids=(1, *range(3, 400))))
+    expected = generate(tiny_bundle, [asked[0], *asked[2:]])
+    grow, refused = torch.Tensor.new_zeros, []
+
+    def new_zeros(self: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        if len(size) == 4 and size[2] > 300:
+            refused.append(size)
+            if len(refused) % 3 == 0:
+                raise torch.OutOfMemoryError("no memory is left\nand pages of advice")
+        return grow(self, size)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    options = EngineOptions(max_batch=4, max_tokens_per_step=512)
+    with Engine.load(
+        tiny_bundle, backend="torch", backend_options=CPU, options=options
+    ) as engine:
+        done = engine.generate(asked)
+        engine.check_integrity()
+    assert refused
+    assert (done.pop(1).error or "").endswith("no memory is left")
+    for one, other in zip(done, expected, strict=True):
+        assert one.token_ids == other.token_ids
+
+
+def test_a_cache_that_cannot_grow_stays_what_it_was(tiny_bundle: Bundle) -> None:
+    decoder = replace(tiny_bundle.draft.decoder, num_layers=1)
+    caches = DeviceCaches(
+        decoder, requests=1, dtype=torch.float32, device=torch.device("cpu"), scratch=8
+    )
+    caches.reserve(20)
+    rows = caches.capacity_rows
+    caches.tensors[0].normal_()
+    kept = caches.read_rows(0, rows)
+    with pytest.raises(
+        BackendError, match=rf"^no memory for caches of \d+ rows instead of {rows}: "
+    ):
+        caches.reserve(1 << 42)
+    assert caches.capacity_rows == rows
+    for now, before in zip(caches.read_rows(0, rows), kept, strict=True):
+        np.testing.assert_array_equal(now, before)
+    caches.reserve(rows)
+    np.testing.assert_array_equal(caches.read_rows(0, rows)[0], kept[0])
+    assert caches.capacity_rows > rows
