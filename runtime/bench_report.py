@@ -239,7 +239,7 @@ def markdown(report: Report) -> str:
 def _sampling(report: Report) -> str:
     sampling = report["sampling"]
     heat = ", ".join(f"{t:g}" for t in sampling["temperatures"])
-    return f"T = {heat}, seed {sampling['seed']}, at most {sampling['max_new_tokens']} tokens"
+    return f"T = {heat}, seed {sampling['seed']}, answers of at most {sampling['max_new_tokens']} tokens"
 
 
 def is_whole(report: Report, cell: Report) -> bool:

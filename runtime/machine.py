@@ -39,11 +39,12 @@ def cost_origin(backend: Backend, target: TargetModel | None = None) -> dict[str
         backend: what runs the bundle.
         target: the host's own target in place of the bundle's.
     """
+    threads = backend.options.threads
     origin = {
         "machine": machine_name(),
         "backend": f"{backend.name} {import_module(_MODULES[backend.name]).__version__}",
         "providers": ", ".join(backend.options.providers),
-        "threads": str(backend.options.threads),
+        "threads": "default" if threads is None else str(threads),
         "bundle": backend.bundle.fingerprint(),
         "target": "bundle" if target is None else type(target).__name__,
     }
