@@ -45,20 +45,17 @@ def block_rows(blocks: Ints, lengths: Ints, context_len: Ints) -> RaggedRows:
     """The rows of requests that all decode: of each block `[B, K+1]` the anchor and `lengths [B]` drafts, with
     logits for every row.
     """
-    slots = blocks.shape[1]
-    rows = tuple([length + 1 for length in lengths.tolist()])
-    return _continuing(
-        context_len, blocks.take(_places(rows, slots)), _shape(rows, (True,) * len(rows))
-    )
+    places, shape = _blocks(tuple(lengths.tolist()), blocks.shape[1])
+    return _continuing(context_len, blocks.take(places), shape)
 
 
 @lru_cache(maxsize=256)
-def _places(rows: tuple[int, ...], slots: int) -> Ints:
-    """Of the first so many of each request's slots, in all slots one behind another."""
-    shape = _shape(rows, (True,) * len(rows))
+def _blocks(lengths: tuple[int, ...], slots: int) -> tuple[Ints, "_Shape"]:
+    """Where an anchor and so many drafts of each request are, in all slots one behind another."""
+    shape = _shape(tuple(1 + length for length in lengths), (True,) * len(lengths))
     places = shape.request * slots + shape.within
     places.setflags(write=False)
-    return places
+    return places, shape
 
 
 class _Shape(NamedTuple):

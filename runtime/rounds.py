@@ -240,7 +240,7 @@ class Rounds:
             lengths=lengths,
             verified=verified,
             accepted=accepted,
-            taps=[target.taps[a:b] for a, b in pairwise(rows.offsets.tolist())],
+            taps=_by_request(target.taps, rows.offsets),
             target_rows=len(rows.token_ids),
             draft=draft,
             planned=planned,
@@ -538,6 +538,12 @@ class Rounds:
                 self.feed.commit(row, sequence.slot, taps[: accepted + 1])
         if sequence.finish_reason is None and sequence.length >= self._max_context_tokens:
             sequence.finish(FinishReason.CAPACITY)
+
+
+def _by_request(taps: Floats, offsets: Ints) -> list[Floats]:  # [T, m*H], [B + 1]
+    if len(offsets) == 2:
+        return [taps]
+    return [taps[first:last] for first, last in pairwise(offsets.tolist())]
 
 
 def _logprobs(

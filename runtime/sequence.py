@@ -74,10 +74,10 @@ class Sequence:
         """Count a round of `verified` = ℓ drafts before its `tokens` are committed. Drafts accepted behind
         a stop token do not count, and such a round has no token of the target's own.
         """
-        stop = next(
-            (i for i, token in enumerate(tokens[:accepted]) if token in self._stop), None
-        )
-        self._accepted_lengths.append(accepted + 1 if stop is None else stop + 1)
+        counted, drafts = accepted + 1, tokens[:accepted]
+        if not self._stop.isdisjoint(drafts):
+            counted = 1 + next(i for i, token in enumerate(drafts) if token in self._stop)
+        self._accepted_lengths.append(counted)
         self._verification_lengths.append(verified)
 
     def commit(

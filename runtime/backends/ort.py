@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from operator import add
+from operator import add, is_
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class _Places:
     # Weak: arrays of shapes that do not come again would never be freed.
     bound: dict[str, weakref.ref[Array]] = field(default_factory=dict)
     fed: dict[str, Array] = field(default_factory=dict)
+    groups: dict[str, tuple[Array, ...]] = field(default_factory=dict)
     caches: tuple[int, slice] | None = None  # their version, and the requests of them
 
 
@@ -138,6 +139,15 @@ class OrtGraph:
             if known is None or known() is not array:
                 self._bind(name, array)
                 bound[name] = weakref.ref(array)
+
+    def bind_group(self, names: tuple[str, ...], arrays: tuple[Array, ...]) -> None:
+        """`bind` for small arrays that change together or not at all: one look instead of one at each."""
+        known = self.places.groups.get(names[0])
+        if known is arrays or (known is not None and all(map(is_, known, arrays))):
+            return
+        for name, array in zip(names, arrays, strict=True):
+            self._bind(name, array)
+        self.places.groups[names[0]] = arrays
 
     def _bind(self, name: str, array: Array) -> None:
         assert array.flags.c_contiguous, name
@@ -281,7 +291,10 @@ class OrtDraftModel(_CachedModel):
         batch = len(inputs.anchor_ids)
         self.reserve(max(map(add, inputs.context_len.tolist(), inputs.new_len.tolist())))
         self._bind_caches(graph, slice(0, batch))
-        graph.bind(zip(_BLOCK_INPUTS if is_greedy else _DRAFT_INPUTS, inputs, strict=False))
+        if is_greedy:
+            graph.bind_group(_BLOCK_INPUTS, inputs[:4])
+        else:
+            graph.bind_group(_DRAFT_INPUTS, inputs)
         outputs = self._outputs.first(batch)
         graph.bind(outputs.items())
         graph.run()
@@ -326,7 +339,9 @@ class OrtTargetModel(_CachedModel):
         self._bind_caches(graph, slice(0, rows.batch))
         for name in _NEW_EVERY_STEP:
             graph.feed(name, getattr(rows, name))
-        graph.bind((name, getattr(rows, name)) for name in _OF_THE_SHAPE)
+        graph.bind_group(
+            _OF_THE_SHAPE, (rows.pad_index, rows.unpad_index, rows.logit_rows, rows.context_len)
+        )
         outputs = self._places(len(rows.logit_rows), len(rows.token_ids))
         graph.bind(outputs.items())
         graph.run()
@@ -348,8 +363,8 @@ class OrtTargetModel(_CachedModel):
         _return_memory()
 
 
-_SAMPLING = VerifyInputs._fields[:-1]
-_GREEDY = _SAMPLING[:3]
+_LOGITS = ("target_logits", "offsets", "draft_tokens")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniforms", "draft_temperature")
 
 
 class OrtVerifier:
@@ -374,11 +389,10 @@ class OrtVerifier:
             name = "verify_processed"
         graph = self._graph(name)
         graph.at((len(inputs.target_logits), len(inputs.temperature)))
-        if name == "verify_greedy":
-            graph.bind(zip(_GREEDY, inputs[:3], strict=True))
-        else:
-            graph.bind(zip(_SAMPLING, inputs[:9], strict=True))
-            graph.bind((("draft_temperature", inputs.temperature),))
+        graph.bind(zip(_LOGITS, inputs[:3], strict=True))
+        if name != "verify_greedy":
+            graph.bind((("draft_logits", inputs.draft_logits),))
+            graph.bind_group(_SAMPLING, (*inputs[4:9], inputs.temperature))
         batch = len(inputs.temperature)
         if inputs.processors is None:
             outputs = self._committed.first(batch)
