@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Listed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,10 +33,10 @@ from dspark_trt.runtime.backends.interface import (
 from dspark_trt.runtime.bypass import Bypass
 from dspark_trt.runtime.cost_model import CostModel
 from dspark_trt.runtime.drafter_window import DrafterWindow
+from dspark_trt.runtime.engine_options import EngineOptions as EngineOptions
 from dspark_trt.runtime.launched_rounds import LaunchedRounds
 from dspark_trt.runtime.metrics import EngineMetrics
 from dspark_trt.runtime.planner import Planner
-from dspark_trt.runtime.prefix_cache import PrefixCache, PrefixRows
 from dspark_trt.runtime.request import Completion, FinishReason, Request, TokenEvent
 from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.rounds import Rounds
@@ -44,56 +44,13 @@ from dspark_trt.runtime.scheduler import Scheduler
 from dspark_trt.runtime.scheduling import AUTO, beyond_measured, choose_scheduling
 from dspark_trt.runtime.sequence import Sequence
 from dspark_trt.runtime.session import load_calibration
+from dspark_trt.runtime.shared_prefixes import SharedPrefixes
 from dspark_trt.runtime.targets.host import HostTargetModel
 from dspark_trt.runtime.text import TextCodec
 
 _log = logging.getLogger(__name__)
 
 RoundObserver = Callable[[RoundReport], None]
-
-
-# Requests: what is kept for each would fill memory before a step could run.
-_MOST_AT_A_TIME = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Limits of one engine."""
-
-    max_batch: int = 8  # requests decoded at the same time
-    max_tokens_per_step: int = 512  # target rows a step, prompts and drafts together
-    max_waiting: int = 1024  # beyond them QueueFullError
-    max_cached_tokens: int | None = None  # positions of all active requests together
-    prefix_cache_bytes: int = 0  # for beginnings of prompts; 0: none are kept
-    strict_margin: float = (
-        0.0  # greedy: best two logits this close are decided by one row alone
-    )
-    drafter_trained_tokens: int | None = None  # warn where a context grows beyond it
-    drafter_rebase_tokens: int | None = None  # the drafter sees so many latest rows, moved to 0
-    launch_rounds: bool = (
-        True  # where the backend can; False: the host reads drafts in every round
-    )
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_batch <= _MOST_AT_A_TIME:
-            raise RequestError(
-                f"max_batch must be at least 1 and at most {_MOST_AT_A_TIME}, got {self.max_batch}"
-            )
-        if self.max_tokens_per_step < self.max_batch:
-            raise RequestError(
-                f"max_tokens_per_step {self.max_tokens_per_step} must be at least max_batch "
-                f"{self.max_batch}: every active request needs one row a step"
-            )
-        if self.drafter_rebase_tokens is not None and self.drafter_rebase_tokens < 2:
-            raise RequestError(
-                f"drafter_rebase_tokens must be at least 2, got {self.drafter_rebase_tokens}"
-            )
-        if not 0 <= self.strict_margin < float("inf"):
-            raise RequestError(f"strict_margin must be at least 0, got {self.strict_margin}")
-        if self.drafter_rebase_tokens and self.prefix_cache_bytes:
-            raise RequestError(
-                "a prefix cache holds drafter rows by position: it cannot be used with drafter_rebase_tokens"
-            )
 
 
 def require_own_process(opened_in: int) -> None:
@@ -187,7 +144,7 @@ class Engine:
             )
         )
         self._prefixes = (
-            PrefixCache(max_bytes=options.prefix_cache_bytes)
+            SharedPrefixes(self._rounds, max_bytes=options.prefix_cache_bytes)
             if options.prefix_cache_bytes
             else None
         )
@@ -436,14 +393,7 @@ class Engine:
             "calibration_drifted": planner.drift.has_drifted(),
             "stage_seconds": dict(metrics.seconds),
             "finished": dict(metrics.finished),
-            "prefix_cache": None
-            if self._prefixes is None  # an empty one is false
-            else {
-                "hits": self._prefixes.hits,
-                "misses": self._prefixes.misses,
-                "hit_tokens": self._prefixes.hit_tokens,
-                "bytes": self._prefixes.nbytes,
-            },
+            "prefix_cache": self._prefixes and self._prefixes.status(),
             "scheduler": type(planner.scheduler).__name__,
             "launched_rounds": self._launching(),
             "reasons": dict(metrics.reasons),
@@ -533,9 +483,10 @@ class Engine:
             report = self._rounds.run(count, is_plain=is_plain)
         finally:
             self._in_round = False
-        for sequence in prefilling:
-            if not sequence.is_prefilling and sequence.finish_reason is None:
-                self._store_prefix(sequence)
+        if self._prefixes is not None:
+            for sequence in prefilling:
+                if not sequence.is_prefilling and sequence.finish_reason is None:
+                    self._prefixes.store(sequence)
         for sequence in report.sequences:
             if sequence.finish_reason is not None:
                 self._leave(sequence)
@@ -565,37 +516,13 @@ class Engine:
             if sequence is None:
                 return
             row = rounds.join(sequence)
+            if self._prefixes is None:
+                continue
             try:
-                self._restore_prefix(sequence, row)
+                self._prefixes.restore(sequence, row)
             except BackendError as error:  # no room for its rows: others go on
                 sequence.finish(FinishReason.ERROR, str(error))
                 self._leave(sequence)
-
-    def _restore_prefix(self, sequence: Sequence, row: int) -> None:
-        if self._prefixes is None:
-            return
-        found = self._prefixes.find(sequence.request.prompt_ids)
-        if found is None:
-            return
-        rounds = self._rounds
-        rounds.target.write_rows(row, found.target)
-        rounds.drafter.write_rows(row, found.drafter)
-        # A chain's last row was made with the token that stood behind it in another prompt.
-        length = found.length - (self.bundle.draft.chain is not None)
-        rounds.table.target_len[row] = rounds.table.draft_len[row] = length
-        sequence.prefilled = sequence.cached = length
-
-    def _store_prefix(self, sequence: Sequence) -> None:
-        if self._prefixes is None:
-            return
-        prompt = sequence.request.prompt_ids
-        length = self._prefixes.usable_length(prompt)
-        if length:
-            row = self._rounds.active.index(sequence)
-            self._rounds.feed.settle(row)
-            target = self._rounds.target.read_rows(row, length)
-            drafter = self._rounds.drafter.read_rows(row, length)
-            self._prefixes.store(prompt, PrefixRows(length, target, drafter))
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a request between rounds, wherever it is."""

@@ -377,6 +377,33 @@ def test_a_failing_request_ends_alone(tiny_bundle: Bundle, kind: str) -> None:
     engine.check_integrity()
 
 
+def test_a_device_that_gives_or_takes_no_prefix_rows_harms_one_request_at_most(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BackendError("injected failure")
+
+    target = CountingTarget(tiny_bundle)
+    options = EngineOptions(max_batch=2, prefix_cache_bytes=4_000_000)
+    engine = Engine.load(tiny_bundle, options=options, target=target)
+    item = ITEMS[0]
+    expected = item["output_ids_ignore_eos"][:40]
+    monkeypatch.setattr(target, "read_rows", refuse, raising=False)
+    done = engine.generate([request(item["prompt_ids"])])[0]
+    assert list(done.token_ids) == expected
+    assert engine.metrics.tokens == 40  # no round was left out and run again
+    assert "is not kept for others: injected failure" in caplog.text
+    monkeypatch.undo()
+    engine.generate([request(item["prompt_ids"])])
+    monkeypatch.setattr(target, "write_rows", refuse, raising=False)
+    shared, other = engine.generate(
+        [request(item["prompt_ids"]), request(ITEMS[1]["prompt_ids"])]
+    )
+    assert (shared.finish_reason, shared.error) == (FinishReason.ERROR, "injected failure")
+    assert list(other.token_ids) == ITEMS[1]["output_ids_ignore_eos"][:40]
+    engine.check_integrity()
+
+
 def test_prefixes_are_computed_once(tiny_bundle: Bundle) -> None:
     """restore(prefix) + suffix == full run, and the bytes stay within the bound."""
     shared = ITEMS[0]["prompt_ids"]
