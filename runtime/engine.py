@@ -7,9 +7,11 @@ fails, ends alone: a request whose logits, masks or backend calls fail gets its 
 
 import logging
 import os
+import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Listed
 from dataclasses import asdict
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Self
 
@@ -149,6 +151,7 @@ class Engine:
             else None
         )
         self._known: dict[int, Sequence] = {}
+        self._deadlines: list[tuple[float, int]] = []  # a heap: time, and whose
         self._next_id = 0
         self._in_round = self._is_closed = False
         self._process = os.getpid()
@@ -237,6 +240,8 @@ class Engine:
         self._waiting.push(sequence, self._positions(sequence))
         self._next_id += 1
         self._known[sequence.id] = sequence
+        if sequence.deadline is not None:
+            heappush(self._deadlines, (sequence.deadline, sequence.id))
         return sequence.id
 
     def _check(self, request: Request) -> None:
@@ -453,9 +458,7 @@ class Engine:
 
     def step(self) -> None:
         """Admit what fits, then run one round for every active request."""
-        for sequence in [*self._waiting, *self._rounds.active]:
-            if sequence.is_overdue:
-                self._end(sequence, FinishReason.TIMEOUT)
+        self._end_overdue()
         self._admit()
         self.metrics.active, self.metrics.waiting = len(self._rounds.active), len(self._waiting)
         if not self._rounds.active:
@@ -508,9 +511,15 @@ class Engine:
                 sequence.finish(FinishReason.ERROR, str(own))
                 self._leave(sequence)
 
+    def _end_overdue(self) -> None:
+        while self._deadlines and self._deadlines[0][0] < time.perf_counter():
+            sequence = self._known.get(heappop(self._deadlines)[1])
+            if sequence is not None and sequence.finish_reason is None:
+                self._end(sequence, FinishReason.TIMEOUT)
+
     def _admit(self) -> None:
         rounds = self._rounds
-        while len(rounds.active) < self.options.max_batch:
+        while self._waiting and len(rounds.active) < self.options.max_batch:
             held = sum(self._positions(s) for s in rounds.active)
             sequence = self._waiting.pop_if_fits(held, self._positions)
             if sequence is None:

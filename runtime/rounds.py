@@ -53,11 +53,13 @@ class _Standing(NamedTuple):
     may_draft: Bools  # [B]
     all_decode: bool
     all_may_draft: bool
+    nobody_may_draft: bool
     uses_processors: bool  # any of them
     rows: Ints  # [R] that decode
     ids: Ints  # [R]
     slots: Ints  # [R]
     temperature: Floats  # [R]
+    sampling: list[int]  # rows that decode and sample
 
 
 class _Done(NamedTuple):
@@ -132,7 +134,8 @@ class Rounds:
         self.feed.joined(sequence.slot)
         self.table.assign(row, sequence.id, sequence.slot, sequence.request.params)
         self.verification.joined(self.active)
-        self._draw_uniforms(row)  # for the token behind the prompt
+        if sequence.request.params.temperature > 0:
+            self._draw_uniforms(row)  # for the token behind the prompt
         if row == 0:
             usual = len(sequence.request.prompt_ids) + _USUAL_ANSWER
             self._shrink(min(sequence.most_tokens, usual))
@@ -180,18 +183,16 @@ class Rounds:
 
     def draw_uniforms(self) -> None:
         """Randomness of one round for every decoding request, once a round even if it is run again."""
-        for row, sequence in enumerate(self.active):
-            if not sequence.is_prefilling:
-                self._draw_uniforms(row)
+        for row in self._standing(len(self.active)).sampling:
+            self._draw_uniforms(row)
 
     def _draw_uniforms(self, row: int) -> None:
         """From the request's own generator and always as much: its tokens do not depend on its company,
         nor on how its prompt was chunked.
         """
         table, random = self.table, self.active[row].random
-        if table.temperature[row] > 0:
-            table.draft_uniforms[row] = random.random(self._gamma, np.float32)
-            table.verify_uniforms[row] = random.random(self._gamma + 1, np.float32)
+        table.draft_uniforms[row] = random.random(self._gamma, np.float32)
+        table.verify_uniforms[row] = random.random(self._gamma + 1, np.float32)
 
     # A round -------------------------------------------------------------------------------------
 
@@ -357,16 +358,20 @@ class Rounds:
             may_draft=may_draft,
             all_decode=bool(decoding.all()),
             all_may_draft=bool(may_draft.all()),
+            nobody_may_draft=not may_draft.any(),
             uses_processors=any(s.request.uses_processors for s in sequences),
             rows=rows,
             ids=self.table.request_ids[rows],
             slots=self.table.slots[rows],
             temperature=self.table.temperature[rows],
+            sampling=np.flatnonzero(
+                decoding & (self.table.temperature[: len(decoding)] > 0)
+            ).tolist(),
         )
 
     def _drafting(self, standing: _Standing) -> Bools:  # [B]
         drafted = standing.may_draft
-        if not np.count_nonzero(drafted):
+        if standing.nobody_may_draft:
             return drafted
         may = self.planner.drafting(standing.slots)
         if standing.all_decode:

@@ -57,9 +57,10 @@ class Sequence:
         return self.prefilled < len(self.request.prompt_ids)
 
     @property
-    def is_overdue(self) -> bool:
+    def deadline(self) -> float | None:
+        """By `time.perf_counter`; None: it may take as long as it takes."""
         limit = self.request.timeout_s
-        return limit is not None and time.perf_counter() - self._submitted > limit
+        return None if limit is None else self._submitted + limit
 
     @property
     def length(self) -> int:
