@@ -230,7 +230,8 @@ def _print_report(report: Report) -> None:
     table = Table(title=f"{report.kind} {escape(report.path)}", title_justify="left")
     table.add_column("")
     table.add_column("value", overflow="fold")
-    table.add_column("because", style="dim", overflow="fold")
+    if report.decisions:  # of a bundle or an engine nothing was decided in reading it
+        table.add_column("because", style="dim", overflow="fold")
     for name, value in report.facts.items():
         table.add_row(name, _shown(value))
     table.add_section()
@@ -250,6 +251,24 @@ def _shown(value: Any) -> str:
         return escape(
             ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
         )
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return escape("\n".join(map(_tensor, value)))
     if isinstance(value, list):
         return escape(", ".join(map(str, value))) or "none"
     return "none" if value is None else escape(str(value))
+
+
+def _tensor(facts: dict[str, Any]) -> str:
+    """A line of one of an engine's tensors: a dimension that varies is `?`, and has a range a profile."""
+    shape = ["?" if size < 0 else str(size) for size in facts["shape"]]
+    words = [facts["name"], facts["dtype"], f"[{', '.join(shape)}]"]
+    for profile, (least, _, most) in facts.get("profiles", {}).items():
+        ranges = [
+            f"{low}..{high}"
+            for size, low, high in zip(facts["shape"], least, most, strict=True)
+            if size < 0
+        ]
+        words.append(f"{profile}: {', '.join(ranges) or 'fixed'}")
+    if cache := facts.get("in_place_of"):
+        words.append(f"in place of {cache}")
+    return " ".join(words)

@@ -41,6 +41,7 @@ from dspark_trt.export.engines.profiles import graph_bindings
 from dspark_trt.gpu import visible_gpu
 from dspark_trt.tensorrt_library import load_library
 from tests.checkpoints import write_gemma_draft
+from tests.command_line import dspark
 from tests.conftest import CHAINS, TINY_TARGET, ExportBundle, copied
 from tests.export.engine_plan_reader import Plan, read_plan
 
@@ -185,6 +186,10 @@ def test_description_of_an_engine(built: tuple[Bundle, EngineSet]) -> None:
     assert facts["limits"] == {"batch": BATCH, "tokens": TOKENS, "capacity": CAPACITY}
     with pytest.raises(BundleError, match=r"no engine other.engine; it has .*draft.engine"):
         describe_engine(engines.path / "other.engine")
+    shown = dspark("inspect", engines.path / "draft.engine")
+    assert shown.code == 0, shown.stderr
+    assert f" new_taps float32 [?, 8, 384] all: 1..{BATCH} " in shown.stdout
+    assert f" context_len int64 [?] all: 1..{BATCH} " in shown.stdout
 
 
 def test_layers_are_ranked_by_their_share_of_the_time() -> None:
