@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
+from dspark_trt.cli.running import BackendName
 
 if TYPE_CHECKING:
     from dspark_trt.bindings import GraphBindings
@@ -52,12 +53,17 @@ def command(
         int, typer.Option(help="Memory for the beginnings of earlier prompts.", min=0)
     ] = 256,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; default: all usable.", min=1)
+        int | None,
+        typer.Option(
+            help="CPU threads. Default: all usable; of the engine: one where the weights are under 64 MB.",
+            min=1,
+            show_default=False,
+        ),
     ] = None,
     scheduler: Annotated[
         str, typer.Option(help="auto, fixed:K, threshold:C, algorithm1 or async.")
     ] = "auto",
-    backend: Annotated[str, typer.Option(help="Backend that runs the graphs.")] = "onnxruntime",
+    backend: BackendName = "onnxruntime",
     gpu: Annotated[
         bool, typer.Option("--gpu", help="The models' instances have a GPU.")
     ] = False,

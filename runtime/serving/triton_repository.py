@@ -7,17 +7,17 @@ repository alone loads the engine alone.
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.bindings import GraphBindings
 from dspark_trt.bundle import CALIBRATION, COST_TABLE, ENGINES, MANIFEST, Bundle
-from dspark_trt.errors import BundleError, RequestError
+from dspark_trt.errors import BundleError, OutputError, RequestError
 from dspark_trt.files import new_directory
 from dspark_trt.runtime.cuda_graphs.padding import scratch_rows
 from dspark_trt.runtime.serving.triton_config import EngineSettings, engine_config, part_config
-from dspark_trt.runtime.serving.triton_parts import onnx_parts, plan_parts
+from dspark_trt.runtime.serving.triton_parts import Part, onnx_parts, plan_parts
 
 PARTS = "parts"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -71,6 +71,7 @@ def write_repository(
         BundleError: the bundle has no target, or lacks a graph; an engine does not fit it.
         RequestError: a name that Triton refuses, an output that exists, engines of several versions, or caches
             that hold no context or more than there can be.
+        OutputError: no right to write there, or a full disk.
     """
     name = name or bundle.path.resolve().name
     if not _NAME.fullmatch(name):
@@ -88,15 +89,14 @@ def write_repository(
     )
     plans, left_out = plan_parts(bundle, graphs, version=tensorrt_version)
     parts = (*onnx, *plans)
-    with new_directory(output, replace=overwrite) as folder:
-        held = folder / name / "1" / "bundle"
-        _write_engine(bundle, folder / name, settings)
-        for part in parts:
-            home = folder / name / PARTS / f"{name}_{part.name}"
-            for file, source in part.files.items():
-                _place(held / source, home / "1" / file)
-            text = part_config(home.name, part, settings)
-            (home / "config.pbtxt").write_text(text, encoding="utf-8")
+    try:
+        with new_directory(output, replace=overwrite) as folder:
+            _write_engine(bundle, folder / name, settings)
+            _write_parts(folder / name, parts, settings)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write {output}: {error.strerror or error}") from error
     return Repository(
         model=name,
         parts=tuple(f"{name}_{part.name}" for part in parts),
@@ -140,6 +140,16 @@ def _write_engine(bundle: Bundle, folder: Path, settings: EngineSettings) -> Non
         _place(bundle.path / file, version / "bundle" / file)
     (version / "model.py").write_text(_MODEL, encoding="utf-8")
     (folder / "config.pbtxt").write_text(engine_config(folder.name, settings), encoding="utf-8")
+
+
+def _write_parts(folder: Path, parts: Sequence[Part], settings: EngineSettings) -> None:
+    held = folder / "1" / "bundle"
+    for part in parts:
+        home = folder / PARTS / f"{folder.name}_{part.name}"
+        for file, source in part.files.items():
+            _place(held / source, home / "1" / file)
+        text = part_config(home.name, part, settings)
+        (home / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
 def _place(source: Path, target: Path) -> None:

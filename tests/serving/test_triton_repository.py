@@ -25,7 +25,7 @@ from dspark_trt.engine_manifest import (
     read_engine_manifest,
     write_engine_manifest,
 )
-from dspark_trt.errors import BundleError, RequestError
+from dspark_trt.errors import BundleError, OutputError, RequestError
 from dspark_trt.export.engines.build import BuildOptions, build_engines, plan_build
 from dspark_trt.export.engines.profiles import profiles_for
 from dspark_trt.runtime.serving.triton_repository import write_repository
@@ -230,6 +230,9 @@ def test_refusals(tiny_bundle: Bundle, tmp_path: Path) -> None:
         write_repository(tiny_bundle, tmp_path)
     with pytest.raises(RequestError, match=r"no model chat of this command"):
         write_repository(tiny_bundle, tmp_path, name="chat", overwrite=True)
+    with pytest.raises(OutputError, match=r"cannot write .*/x{250}: File name too long"):
+        write_repository(tiny_bundle, tmp_path / ("x" * 250))
+    assert not list(tmp_path.iterdir())
     most = tiny_bundle.max_context_tokens + 15
     for rows in (15, most + 1):
         with pytest.raises(RequestError, match=rf"must lie in 16\.\.{most}, got {rows}:"):
