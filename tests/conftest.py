@@ -8,12 +8,13 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
-from dspark_trt.bundle import Bundle, load_bundle
+from dspark_trt.bundle import Bundle, load_bundle, write_manifest
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data"
@@ -79,6 +80,17 @@ def fixture_bundle(shared_folder: Path, traced_once: None) -> ExportBundle:
 def copied(bundle: Bundle, folder: Path) -> Bundle:
     """In a folder of its own, where a test may change it."""
     return load_bundle(shutil.copytree(bundle.path, folder / "bundle"), verify_hashes=False)
+
+
+def drafter_alone(bundle: Bundle, folder: Path) -> Bundle:
+    """As it is exported without `--target`: no target's graph, no tokenizer."""
+    copy = copied(bundle, folder)
+    theirs = [name for name in copy.files if name.startswith(("target", "tokenizer/"))]
+    for name in theirs:
+        (copy.path / name).unlink()
+    files = {name: record for name, record in copy.files.items() if name not in theirs}
+    write_manifest(replace(copy, target=None, target_source=None, files=files))
+    return load_bundle(copy.path, verify_hashes=False)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
-from fastapi import Body, FastAPI
+from fastapi import Body, FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 
-from dspark_trt.runtime.async_engine import AsyncEngine
+from dspark_trt.errors import EngineClosedError, QueueFullError, RequestError
+from dspark_trt.runtime.async_engine import AsyncEngine, RequestGroup
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.serving.app import create_app
@@ -46,14 +47,21 @@ def your_app(bundle: str) -> FastAPI:
         prompt = app.state.codec.encode_chat([{"role": "user", "content": question}])
         params = SamplingParams(max_new_tokens=48)
         request = Request(prompt_ids=prompt, params=params, detokenize=True)
-        return StreamingResponse(_text(app.state.engine, request), media_type="text/plain")
+        try:  # before the answer begins with its status: 200
+            group = await app.state.engine.submit([request])
+        except (QueueFullError, EngineClosedError) as error:
+            raise HTTPException(503, str(error)) from error
+        except RequestError as error:
+            raise HTTPException(400, str(error)) from error
+        return StreamingResponse(_text(group), media_type="text/plain")
 
     return app
 
 
-async def _text(engine: AsyncEngine, request: Request) -> AsyncIterator[str]:
-    async for event in engine.stream(request):
-        yield event.text
+async def _text(group: RequestGroup) -> AsyncIterator[str]:
+    with group:
+        async for event in group:
+            yield event.text
 
 
 def main() -> None:

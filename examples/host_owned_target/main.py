@@ -3,7 +3,7 @@
 
 The host below is a plain `transformers` model that knows nothing of drafting. It is driven in two ways:
 through `Engine`, which only needs `HostTarget.forward`, and by hand with `DraftSession`, for a service that
-keeps its own loop.
+keeps its own loop. The bundle may be one that was exported without `--target`.
 
     pip install transformers
     python examples/host_owned_target/main.py BUNDLE TARGET_FOLDER
@@ -13,7 +13,7 @@ import argparse
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_trt.bundle import load_bundle
 from dspark_trt.runtime.engine import Engine, EngineOptions
@@ -21,7 +21,6 @@ from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.session import DraftSession
 from dspark_trt.runtime.targets.host import HostTargetModel
 from dspark_trt.runtime.targets.transformers_model import TransformersTarget
-from dspark_trt.runtime.text import TextCodec
 
 NEW_TOKENS = 48
 
@@ -62,11 +61,12 @@ def main(bundle_path, target_path):
     bundle = load_bundle(bundle_path)
     model = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
     host = TransformersTarget(model, bundle.draft.target_layer_ids)
-    codec = TextCodec(bundle)
-    prompt = codec.encode_chat([{"role": "user", "content": "What is 3 + 4?"}])
+    tokenizer = AutoTokenizer.from_pretrained(target_path)
+    chat = [{"role": "user", "content": "What is 3 + 4?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     first, accepted = with_engine(bundle, host, prompt)
     second, accepted_by_hand = by_hand(bundle, host, prompt)
-    print(codec.decode(first))
+    print(tokenizer.decode(first))
     print(f"accepted length: engine {accepted:.2f}, by hand {accepted_by_hand:.2f}")
     print("same tokens:", "yes" if first == second else "NO")
 
@@ -74,6 +74,6 @@ def main(bundle_path, target_path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle")
-    parser.add_argument("target", help="the folder that the bundle was exported from")
+    parser.add_argument("target", help="the model that the drafter was trained for")
     arguments = parser.parse_args()
     main(arguments.bundle, arguments.target)

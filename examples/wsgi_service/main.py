@@ -16,7 +16,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer, make_server
 
-from dspark_trt.errors import QueueFullError, RequestError
+from dspark_trt.errors import EngineClosedError, QueueFullError, RequestError
 from dspark_trt.runtime.async_engine import AsyncEngine
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.request import Request, SamplingParams
@@ -40,8 +40,10 @@ def make_app(engine: AsyncEngine) -> "WSGIApplication":
             params = SamplingParams(max_new_tokens=48)
             done = engine.generate(Request(prompt_ids=prompt, params=params), timeout_s=60)
             body = {"text": codec.decode(done.token_ids), "reason": done.finish_reason}
-        except QueueFullError as error:
+        except (QueueFullError, EngineClosedError) as error:
             status, body = "503 Service Unavailable", {"error": str(error)}
+        except TimeoutError as error:
+            status, body = "504 Gateway Timeout", {"error": str(error)}
         except RequestError as error:
             status, body = "400 Bad Request", {"error": str(error)}
         start_response(status, [("Content-Type", "application/json")])

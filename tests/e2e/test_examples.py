@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.engine import Engine
 from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.text import TextCodec
-from tests.conftest import ROOT, TINY_TARGET
+from tests.conftest import ROOT, TINY_TARGET, drafter_alone
 
 PROGRAMS = ("threads", "spawned_process")
 QUESTIONS = (
@@ -119,8 +120,9 @@ def test_programs_say_what_they_take(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_owns_its_target(tiny_bundle: Bundle) -> None:
-    shown = run("host_owned_target", tiny_bundle.path, TINY_TARGET)
+def test_a_host_that_owns_its_target(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    alone = drafter_alone(tiny_bundle, tmp_path)
+    shown = run("host_owned_target", alone.path, TINY_TARGET)
     assert "same tokens: yes" in shown
 
 
@@ -135,6 +137,9 @@ def test_fastapi_service(tiny_bundle: Bundle, answers: dict[str, str]) -> None:
 
         with ThreadPoolExecutor() as clients:
             assert list(clients.map(ask, QUESTIONS)) == list(answers.values())
+        with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+            ask("?" * 4096)
+        assert "positions" in json.load(refused.value)["detail"]
         asked, models = follow_curls("fastapi_service", address)
         assert asked == answers[QUESTIONS[0]]
         assert tiny_bundle.path.name in models
