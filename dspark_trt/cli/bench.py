@@ -8,7 +8,7 @@ import typer
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
-from dspark_trt.cli.running import BackendName, DeviceName, Threads
+from dspark_trt.cli.running import BackendName, DeviceName, Threads, require_bundled_target
 from dspark_trt.errors import RequestError
 
 
@@ -58,6 +58,7 @@ def command(
     from dspark_trt.runtime.bench_report import bench_report, markdown
 
     loaded = load_bundle(bundle, verify_hashes=False)
+    require_bundled_target(loaded)
     names = schedulers or f"fixed:0,fixed:{loaded.draft.gamma},auto"
     plan = BenchPlan(
         schedulers=tuple(name.strip() for name in names.split(",")),

@@ -21,8 +21,8 @@ def command(
     graph: Annotated[
         list[str] | None,
         typer.Option(
-            help="Graph to build, or all; may be repeated. Default: all but backbone, sequential_head "
-            "and confidence_head, which only hosts that sample themselves need.",
+            help="Graph to build, or all; may be repeated. Default: all but backbone, sequential_head, "
+            "confidence_head and draft_greedy, which hosts with rounds of their own need.",
             show_default=False,
         ),
     ] = None,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, require_bundled_target
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def _collect(
     from dspark_trt.runtime.engine import Engine, EngineOptions
     from dspark_trt.runtime.trace_collection import collect_traces
 
+    require_bundled_target(bundle)
     prompts = read_prompts(bundle, file)
     samples = 2 if temperature > 0 else 1
     options = EngineOptions(max_batch=8, max_waiting=samples * len(prompts))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dspark_trt.cli.output import console, err_console, print_json
-from dspark_trt.cli.running import BackendName, DeviceName, Threads
+from dspark_trt.cli.running import BackendName, DeviceName, Threads, require_bundled_target
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import BackendError, RequestError
 
@@ -69,6 +69,7 @@ def command(
     from dspark_trt.runtime.text import TextCodec
 
     loaded = load_bundle(bundle)
+    require_bundled_target(loaded)
     codec = TextCodec(loaded)
     if not codec.has_chat_template:
         raise RequestError(

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
 from dspark_trt.cli.prompts import PROMPTS_HELP, read_prompts
-from dspark_trt.cli.running import BackendName, DeviceName, Threads
+from dspark_trt.cli.running import BackendName, DeviceName, Threads, require_bundled_target
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def command(
         temperature=temperature, max_new_tokens=max_new_tokens, requests=requests, turns=turns
     )
     loaded = [load_bundle(bundle, verify_hashes=False) for bundle in bundles]
+    for each in loaded:
+        require_bundled_target(each)
     if most_prompts is not None and most_prompts < 1:
         raise RequestError(f"--most-prompts must be at least 1, got {most_prompts}")
     listed = read_prompts(loaded[0], prompts)
@@ -93,8 +95,8 @@ def command(
 def _print(results: "list[DrafterResult]", requests: int) -> None:
     figures = Table(title=f"{requests} requests at a time", title_justify="left")
     figures.add_column("drafter", overflow="fold")
-    figures.add_column("tokens a round", justify="right", no_wrap=True)
-    for column in ("draft ms", "pays at", "best γ", "tok/s", "× plain"):
+    figures.add_column("tokens\na round", justify="right", no_wrap=True)
+    for column in ("draft\nms", "pays\nat", "best\nγ", "tok/s", "×\nplain"):
         figures.add_column(column, justify="right")
     most = max(result.gamma for result in results)
     positions = Table(title="accepted, if reached, by position", title_justify="left")

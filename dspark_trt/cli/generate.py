@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from dspark_trt.cli.output import console, err_console, print_json, print_notes
 from dspark_trt.cli.prompts import encode_prompt, numbered_lines, read_line
-from dspark_trt.cli.running import BackendName, DeviceName, Threads
+from dspark_trt.cli.running import BackendName, DeviceName, Threads, require_bundled_target
 from dspark_trt.cli.token_writer import TokenWriter
 from dspark_trt.errors import RequestError
 from dspark_trt.files import require_place
@@ -87,6 +87,7 @@ def command(
     if trace is not None:
         require_place(trace)
     loaded = load_bundle(bundle)
+    require_bundled_target(loaded)
     codec = TextCodec(loaded) if TextCodec.is_available(loaded) else None
     prompts = _prompts(codec, prompt or [], prompts_file, prompt_ids or [], raw)
     params = SamplingParams(

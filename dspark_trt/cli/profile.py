@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from dspark_trt.cli.output import console, err_console, print_json
-from dspark_trt.cli.running import BackendName, DeviceName
+from dspark_trt.cli.running import BackendName, DeviceName, require_bundled_target
 from dspark_trt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def command(
         costs: CostModel = load_cost_table(import_file).require_informative()
         report: dict[str, Any] = {"imported": str(import_file)}
     else:
+        require_bundled_target(loaded)
         opened = open_backend(backend, loaded, BackendOptions(threads=threads, device=device))
         plan = replace(
             default_plan(opened, max_requests=max_requests),

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of commands that run a bundle: what runs it, and where."""
+"""Options of commands that run a bundle: what runs it, and where; and what they all need of it."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from dspark_trt.errors import BundleError
+
+if TYPE_CHECKING:
+    from dspark_trt.bundle import Bundle
 
 BackendName = Annotated[
     str,
@@ -28,3 +33,16 @@ DeviceName = Annotated[
         show_default=False,
     ),
 ]
+
+
+def require_bundled_target(bundle: "Bundle") -> None:
+    """Asked for before prompts, which lack a tokenizer too where the target is missing.
+
+    Raises:
+        BundleError: the bundle holds the drafter alone.
+    """
+    if bundle.target is None:
+        raise BundleError(
+            f"{bundle.path} has no target. Export it again with --target: a target of your own is driven from "
+            "Python (docs/embedding/own-target.md)"
+        )

@@ -10,6 +10,7 @@ import pytest
 from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.traces import load_traces
 from tests.command_line import dspark
+from tests.conftest import drafter_alone
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,16 @@ def test_bad_flags_are_refused(bundle: Path, arguments: tuple[str, ...], sentenc
     done = dspark(command, bundle, *rest)
     assert done.code == 2
     assert sentence in done.stderr
+
+
+def test_a_bundle_without_target_is_told_so_by_every_command_that_runs_one(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    alone = drafter_alone(tiny_bundle, tmp_path).path
+    for command, *rest in (
+        ("generate", "--prompt", "Once"), ("chat",), ("serve", "--port", "0"), ("bench",), ("compare",),
+        ("profile",), ("calibrate",), ("triton-repo", "-o", tmp_path / "repository"),
+    ):  # fmt: skip
+        done = dspark(command, alone, *rest)
+        assert done.code == 2, command
+        assert f"{alone} has no target. Export it again with --target" in done.stderr, command

@@ -120,8 +120,11 @@ def test_command(fixture_bundle: ExportBundle, tmp_path: Path) -> None:
     assert report["prompts"] == 2
     assert [row["bundle"] for row in report["drafters"]] == paths
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    shown = runner.invoke(app, ["compare", paths[0], *options])
+    named = tmp_path / "of-16-characters"
+    named.symlink_to(paths[0])
+    shown = runner.invoke(app, ["compare", str(named), *options], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
+    assert shown.output.count(named.name) == 2  # whole, in both tables
     assert "accepted, if reached, by position" in shown.output
     prompts.write_text("\n")
     empty = runner.invoke(app, ["compare", paths[0], *options])
