@@ -10,6 +10,7 @@ import torch
 from dspark_trt.config import DecoderConfig
 from dspark_trt.errors import BackendError, first_line
 from dspark_trt.runtime.backends.interface import CacheRows
+from dspark_trt.runtime.backends.torch_failures import bare
 
 # On a CPU attention pays for the rows there are, so they grow in small steps. On a GPU growing also means
 # capturing every graph again.
@@ -34,7 +35,7 @@ class DeviceCaches:
     ) -> None:
         self.version = 0
         self.scratch = scratch
-        self._fixed = fixed
+        self._fixed, self._device = fixed, device
         self.tensors = [
             torch.zeros((requests, heads, fixed or 0, size), dtype=dtype, device=device)
             for heads, size in decoder.cache_sizes
@@ -64,18 +65,27 @@ class DeviceCaches:
                 f"{self.scratch} of which belong to nobody. Build engines with a larger --capacity."
             )
         factor, quantum = _GROWTH[self.tensors[0].device.type]
-        capacity = -(-int(wanted * factor) // quantum) * quantum
+        self._grow(-(-int(wanted * factor) // quantum) * quantum)
+
+    def _grow(self, capacity: int) -> None:
         before, self.version = self.capacity_rows, self.version + 1
+        places = range(len(self.tensors))
         try:
-            for i, old in enumerate(self.tensors):
-                grown = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
-                grown[:, :, :before] = old
-                self.tensors[i] = grown  # one at a time: the peak is one tensor above the total
+            for i in places:  # one at a time: the peak is one tensor above the total
+                self.tensors[i] = _grown(self.tensors[i], capacity)
+        except torch.AcceleratorError:
+            raise
         except RuntimeError as error:
-            self.tensors = [tensor[:, :, :before] for tensor in self.tensors]
-            raise BackendError(
-                f"no memory for caches of {capacity} rows instead of {before}: {first_line(error)}"
-            ) from error
+            failure = bare(error)
+        else:
+            return
+        for i in places:
+            if self.tensors[i].shape[2] > before:
+                self.tensors[i] = _on_host(self.tensors[i], before)  # frees what comes back
+                self.tensors[i] = self.tensors[i].to(self._device)
+        raise BackendError(
+            f"no memory for caches of {capacity} rows instead of {before}: {first_line(failure)}"
+        ) from failure
 
     def clear(self, request: int) -> None:
         """Forget a previous owner: a NaN it left behind a mask would still poison a sum."""
@@ -83,10 +93,15 @@ class DeviceCaches:
             tensor[request].zero_()
 
     def swap(self, first: int, second: int) -> None:
+        """In place, bit by bit: it needs no memory, so it cannot end half way and mix two requests up."""
+        if first == second:
+            return
         for tensor in self.tensors:
-            kept = tensor[first].clone()
-            tensor[first] = tensor[second]
-            tensor[second] = kept
+            bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+            one, other = bits[first], bits[second]
+            one ^= other
+            other ^= one
+            one ^= other
 
     def read_rows(self, request: int, rows: int) -> CacheRows:
         """Copies of the first `rows` rows of one request, `2L x [Hkv, rows, D]`; bfloat16 as its bits."""
@@ -103,6 +118,20 @@ class DeviceCaches:
 
     def close(self) -> None:
         self.tensors.clear()
+
+
+def _grown(old: torch.Tensor, capacity: int) -> torch.Tensor:
+    grown = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+    grown[:, :, : old.shape[2]] = old
+    return grown
+
+
+def _on_host(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of every head; head by head, since a device without memory has no room to collect them."""
+    kept = torch.empty((*tensor.shape[:2], rows, tensor.shape[3]), dtype=tensor.dtype)
+    for own, place in zip(tensor.flatten(0, 1), kept.flatten(0, 1), strict=True):
+        place.copy_(own[:rows])
+    return kept
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark_trt.errors import BackendError, first_line
+from dspark_trt.runtime.backends.torch_failures import bare
 from dspark_trt.runtime.cuda_graphs.buckets import GraphKey, RecentGraphs
 
 _log = logging.getLogger(__name__)
@@ -61,8 +62,10 @@ class StepGraphs:
         try:
             with self._named(named):
                 self._run(key, version)
+        except torch.AcceleratorError:
+            raise
         except RuntimeError as error:
-            raise BackendError(f"step {named} failed: {first_line(error)}") from error
+            raise BackendError(f"step {named} failed: {first_line(error)}") from bare(error)
 
     def _run(self, key: GraphKey, version: int) -> None:
         if self._capture is None or self.refusal is not None:

@@ -28,6 +28,7 @@ from dspark_trt.runtime.backends.interface import (
 )
 from dspark_trt.runtime.backends.torch_buffers import DeviceArray, StaticBuffers
 from dspark_trt.runtime.backends.torch_caches import DeviceCaches
+from dspark_trt.runtime.backends.torch_failures import fails_alone
 from dspark_trt.runtime.backends.torch_graphs import StepGraphs
 from dspark_trt.runtime.backends.torch_steps import Prefill, Steps
 from dspark_trt.runtime.cuda_graphs.buckets import Buckets
@@ -62,9 +63,11 @@ class DeviceModel(ABC):
     def swap_rows(self, first: int, second: int) -> None:
         self.caches.swap(first, second)
 
+    @fails_alone
     def read_rows(self, row: int, count: int) -> CacheRows:
         return self.caches.read_rows(row, count)
 
+    @fails_alone
     def write_rows(self, row: int, saved: CacheRows) -> None:
         self.caches.write_rows(row, saved)
 
@@ -114,6 +117,7 @@ class DeviceDraftModel(DeviceModel):
             )
         )
 
+    @fails_alone
     def append(self, row: int, taps: Floats, start: int) -> None:
         self.reserve(start + len(taps))
         if start == 0:
@@ -125,6 +129,7 @@ class DeviceDraftModel(DeviceModel):
             return taps.tensor
         return torch.from_numpy(np.ascontiguousarray(taps, np.float32)).to(self._buffers.device)
 
+    @fails_alone
     def draft(self, inputs: DraftInputs) -> DraftOutput:
         batch, buffers = len(inputs.anchor_ids), self._buffers
         key = self.buckets.require(batch, batch)
@@ -165,6 +170,7 @@ class DeviceTargetModel(DeviceModel):
         tokens = [np.zeros(self._padded, np.int64)] * batch
         self.step(ragged_rows(tokens, np.ones(batch, np.int64), np.ones(batch, np.bool_)))
 
+    @fails_alone
     def step(self, rows: RaggedRows) -> TargetOutput:
         padded = rows.pad_index.shape[1]
         self.reserve(int(rows.context_len.max()) + padded)
@@ -231,6 +237,7 @@ class DeviceVerifier:
         self._buffers, self._buckets = buffers, buckets
         self._top_logprobs = top_logprobs
 
+    @fails_alone
     def verify(self, inputs: VerifyInputs) -> Verification:
         if inputs.processors is not None:
             return verify_processed(inputs, self._top_logprobs)

@@ -26,6 +26,7 @@ from dspark_trt.runtime.backends.interface import (
 )
 from dspark_trt.runtime.backends.torch_backend import DeviceParts
 from dspark_trt.runtime.backends.torch_buffers import Arrival
+from dspark_trt.runtime.backends.torch_failures import fails_alone
 from dspark_trt.runtime.backends.torch_models import as_floats
 from dspark_trt.runtime.backends.torch_steps import Steps
 from dspark_trt.runtime.cuda_graphs.buckets import GraphKey
@@ -163,6 +164,7 @@ class TorchRounds:
         """Confidence is σ(slope · logit + shift), slope `[γ]`; written in place, graphs stay."""
         self._slope.copy_(torch.tensor(slope))
 
+    @fails_alone
     def take(self, rows: DecodingRows) -> None:
         """The first rows belong to these requests now."""
         count, buffers = len(rows.anchor_ids), self._buffers
@@ -178,6 +180,7 @@ class TorchRounds:
         self._most_rows[:count] = rows.target_len
         self._takes += 1
 
+    @fails_alone
     def new_taps(self, count: int) -> Floats:
         """Taps of the last committed tokens `[count, γ+1, m*H]`, which the next draft step takes."""
         return np.array(self._buffers.on_demand("draft.new_taps", count))
@@ -190,6 +193,7 @@ class TorchRounds:
         scores = self._results[0][1][:count].numpy() if self._has_confidence else None
         return DraftOutput(cast("Ints", tokens), as_floats(logits), scores)
 
+    @fails_alone
     def launch(self, inputs: RoundInputs) -> "TorchRound":
         """Launch a round of the first B rows and return at once.
 
@@ -365,6 +369,7 @@ class TorchRound:
         self._instants, self._learn = instants, learn
         self._committed: Committed | None = None
 
+    @fails_alone
     def read(self) -> Committed:
         """Wait for the committed tokens."""
         if self._committed is None:

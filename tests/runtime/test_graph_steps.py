@@ -4,6 +4,7 @@ reads a length on the host, and that device rounds commit what the engine commit
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -84,6 +85,32 @@ def test_a_step_without_memory_is_a_failed_step() -> None:
         ):
             graphs.run(GraphKey(2, 8))
         assert graphs.refusal is None
+
+
+def test_what_a_failed_step_had_made_is_free_while_requests_are_run_again() -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def step(_key: GraphKey) -> None:
+        activations = torch.zeros(1000)
+        made.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    graphs = StepGraphs("target", step, [torch.zeros(1)], capture=None, limit=2)
+    try:
+        graphs.run(GraphKey(2, 8))
+    except BackendError:  # where the engine runs each request alone
+        assert made[0]() is None
+
+
+def test_an_accelerator_that_is_lost_is_no_failed_step() -> None:
+    """No later step would work: whoever watches the service has to see it."""
+
+    def step(_key: GraphKey) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    graphs = StepGraphs("draft", step, [torch.zeros(1)], capture=None, limit=2)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        graphs.run(GraphKey(2, 8))
 
 
 def test_capturing_runs_a_step_several_times_and_counts_once() -> None:

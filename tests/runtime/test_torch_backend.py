@@ -19,6 +19,7 @@ from dspark_trt.runtime.backends.torch_backend import TorchBackend
 from dspark_trt.runtime.backends.torch_buffers import DeviceArray
 from dspark_trt.runtime.backends.torch_caches import DeviceCaches
 from dspark_trt.runtime.backends.torch_models import DeviceDraftModel, DeviceTargetModel
+from dspark_trt.runtime.backends.torch_steps import ModuleSteps, Prefill
 from dspark_trt.runtime.engine import Engine, EngineOptions
 from dspark_trt.runtime.ragged import RaggedRows, ragged_rows
 from dspark_trt.runtime.request import Completion, Request, SamplingParams
@@ -400,3 +401,130 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(tiny_bundle: Bundle) -> None
     caches.reserve(rows)
     np.testing.assert_array_equal(caches.read_rows(0, rows)[0], kept[0])
     assert caches.capacity_rows > rows
+
+
+def test_caches_that_grew_half_way_are_again_what_they_were(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs are given their addresses, and the memory of those that had grown is wanted by others."""
+    caches = DeviceCaches(
+        tiny_bundle.draft.decoder,
+        requests=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        scratch=8,
+    )
+    caches.reserve(20)
+    rows = caches.capacity_rows
+    for tensor in caches.tensors:
+        tensor.normal_()
+    kept = [caches.read_rows(row, rows) for row in (0, 1)]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in caches.tensors)
+    grow, grown = torch.Tensor.new_zeros, []
+
+    def new_zeros(self: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        if len(grown) == 2:
+            raise torch.OutOfMemoryError("no memory is left")
+        grown.append(size)
+        return grow(self, size)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    with pytest.raises(BackendError, match="no memory is left"):
+        caches.reserve(rows)
+    assert len(grown) == 2
+    assert caches.capacity_rows == rows
+    assert all(tensor.is_contiguous() for tensor in caches.tensors)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in caches.tensors) == held
+    for row, before in enumerate(kept):
+        for now, own in zip(caches.read_rows(row, rows), before, strict=True):
+            np.testing.assert_array_equal(now, own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_change_places_without_memory(
+    tiny_bundle: Bundle, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a swap would give two requests parts of each other's context."""
+    caches = DeviceCaches(
+        tiny_bundle.draft.decoder,
+        requests=3,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        scratch=8,
+        fixed=16,
+    )
+    for tensor in caches.tensors:
+        tensor.normal_()[2, 0, 0, 0] = float("nan")
+    before = [caches.read_rows(row, 16) for row in range(3)]
+
+    def clone(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    caches.swap(0, 2)
+    caches.swap(1, 1)
+    for row, was in enumerate((2, 1, 0)):
+        for now, own in zip(caches.read_rows(row, 16), before[was], strict=True):
+            np.testing.assert_array_equal(now, own)
+
+
+@pytest.mark.parametrize("call", ["prefill", "append"])
+def test_a_prompt_without_memory_ends_alone(
+    call: str, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and their context rows go through no static buffers: they take what memory there is."""
+    asked = [request(seed, temperature=seed / 2) for seed in range(3)]
+    expected = generate(tiny_bundle, asked)
+    asked.insert(1, replace(asked[0], prompt_ids=(1, *range(3, 400))))
+    run = getattr(ModuleSteps, call)
+
+    def without_memory(steps: ModuleSteps, *args: object) -> object:
+        if any(len(each) > 300 for each in map(_rows, args)):
+            raise torch.OutOfMemoryError("no memory is left\nand pages of advice")
+        return run(steps, *args)
+
+    monkeypatch.setattr(ModuleSteps, call, without_memory)
+    options = EngineOptions(max_batch=4, max_tokens_per_step=512)
+    with Engine.load(
+        tiny_bundle, backend="torch", backend_options=CPU, options=options
+    ) as engine:
+        done = engine.generate(asked)
+        engine.check_integrity()
+    assert (done.pop(1).error or "").endswith("no memory is left")
+    assert [one.token_ids for one in done] == [other.token_ids for other in expected]
+
+
+def _rows(argument: object) -> torch.Tensor:
+    if isinstance(argument, Prefill):
+        return argument.token_ids
+    return argument if isinstance(argument, torch.Tensor) else torch.empty(0)
+
+
+@pytest.mark.parametrize("call", ["read_rows", "write_rows"])
+def test_a_prefix_without_memory_fails_nobody_else(
+    call: str, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = (1, *range(3, 40))
+    asked = [replace(request(seed, temperature=0.7), prompt_ids=prompt) for seed in range(4)]
+    expected = generate(tiny_bundle, asked, max_batch=1)
+    run, failed = getattr(DeviceCaches, call), []
+
+    def without_memory(caches: DeviceCaches, *args: object) -> object:
+        if not failed:
+            failed.append(call)
+            raise torch.OutOfMemoryError("no memory is left")
+        return run(caches, *args)
+
+    monkeypatch.setattr(DeviceCaches, call, without_memory)
+    options = EngineOptions(max_batch=2, prefix_cache_bytes=1 << 24)
+    with Engine.load(
+        tiny_bundle, backend="torch", backend_options=CPU, options=options
+    ) as engine:
+        done = engine.generate(asked)
+        engine.check_integrity()
+        assert engine.status()["prefix_cache"]["hits"]
+    assert failed
+    errors = [one.error for one in done if one.error]
+    assert errors == ["write_rows failed: no memory is left"] * (call == "write_rows")
+    for one, other in zip(done, expected, strict=True):
+        assert one.error or one.token_ids == other.token_ids
