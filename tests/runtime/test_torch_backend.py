@@ -420,7 +420,8 @@ def test_caches_that_grew_half_way_are_again_what_they_were(
         tensor.normal_()
     kept = [caches.read_rows(row, rows) for row in (0, 1)]
     held = sum(tensor.untyped_storage().nbytes() for tensor in caches.tensors)
-    grow, grown = torch.Tensor.new_zeros, []
+    grow = torch.Tensor.new_zeros
+    grown: list[tuple[int, ...]] = []
 
     def new_zeros(self: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         if len(grown) == 2:
@@ -507,7 +508,8 @@ def test_a_prefix_without_memory_fails_nobody_else(
     prompt = (1, *range(3, 40))
     asked = [replace(request(seed, temperature=0.7), prompt_ids=prompt) for seed in range(4)]
     expected = generate(tiny_bundle, asked, max_batch=1)
-    run, failed = getattr(DeviceCaches, call), []
+    run = getattr(DeviceCaches, call)
+    failed: list[str] = []
 
     def without_memory(caches: DeviceCaches, *args: object) -> object:
         if not failed:
