@@ -24,7 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
 
-from judged import Bench, Models, draft_arm, draft_inputs, prompts, step_rows
+from judged_models import Bench, Models, prompts
+from judged_steps import draft_arm, draft_inputs, step_rows
 
 from dspark_trt.bundle import WEIGHTS, Bundle, load_bundle
 from dspark_trt.checkpoint import read_draft
