@@ -118,6 +118,8 @@ class DrafterFeed:
 
     def _rebase(self, row: int, slot: int, new_taps: Floats) -> None:
         """Start the drafter's context again from its latest rows where it outgrew its window."""
+        if not self._window.is_watching:
+            return
         table = self._table
         self._window.remember(slot, new_taps)
         latest = self._window.rebased(slot, int(table.draft_len[row] + table.new_len[row]))

@@ -31,6 +31,7 @@ class DrafterWindow:
         self.trained_tokens = trained_tokens
         self.rebase_tokens = rebase_tokens
         self.has_warned = False
+        self.is_watching = trained_tokens is not None or rebase_tokens is not None
         self._latest: list[list[Floats]] = [[] for _ in range(slots)]
 
     def joined(self, slot: int) -> None:
