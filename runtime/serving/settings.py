@@ -56,6 +56,8 @@ class ServerSettings:
             value = getattr(self, name)
             self._require(name, value is None or 0 < value < float("inf"), "above 0")
         self._require("drain_s", 0 <= self.drain_s < float("inf"), "at least 0")
+        if isinstance(self.api_keys, str):  # whose letters would be the keys
+            raise RequestError("api_keys must be a sequence of strings, got one string")
         if any(not key or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise RequestError("an API key is empty or has characters that no header carries")
 

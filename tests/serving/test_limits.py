@@ -260,6 +260,7 @@ def test_an_empty_list_of_keys_opens_no_server(monkeypatch: pytest.MonkeyPatch) 
         ({"requests_per_minute": 0}, "requests_per_minute must be above 0, got 0"),
         ({"drain_s": -1}, "drain_s must be at least 0, got -1"),
         ({"api_keys": ("ä",)}, "an API key is empty or has characters"),
+        ({"api_keys": "secret"}, "api_keys must be a sequence of strings, got one string"),
     ],
 )
 def test_settings_are_checked(changes: Any, sentence: str) -> None:
