@@ -126,18 +126,18 @@ def _print_plan(plan: "BuildPlan") -> None:
         soft_wrap=True,
     )
     for name, profile in plan.profiles.items():
-        text = f"  {name}: {'; '.join(map(_shown, profile))}"
+        text = f"  {name}, {'; '.join(map(_shown, profile))}"
         err_console.print(text, highlight=False, soft_wrap=True)
 
 
 def _shown(profile: "Profile") -> str:
-    """Only what varies: `single: batch …`."""
+    """Only what varies: `single: taps …`."""
     shapes = {
         name: "..".join("x".join(map(str, shape)) for shape in dict.fromkeys((low, high)))
         for name, (low, _, high) in profile.shapes.items()
         if not name.startswith("past_")
     }
-    return f"{profile.name} " + ", ".join(f"{name} {text}" for name, text in shapes.items())
+    return f"{profile.name}: " + ", ".join(f"{name} {text}" for name, text in shapes.items())
 
 
 def _as_json(engines: "EngineSet", graphs: tuple[str, ...]) -> dict[str, Any]:
