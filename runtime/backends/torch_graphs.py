@@ -87,7 +87,11 @@ class StepGraphs:
 
     def _first(self, key: GraphKey, capture: Capture) -> None:
         before = [tensor.clone() for tensor in self._state]
-        eager = self._outputs_of(lambda: self._step(key))
+        try:
+            eager = self._outputs_of(lambda: self._step(key))
+        except (RuntimeError, BackendError):
+            self._put_back(before)  # the step is run again, and counts once
+            raise
         try:
             self._put_back(before)
             replay = capture(lambda: self._step(key))

@@ -87,6 +87,23 @@ def test_a_step_without_memory_is_a_failed_step() -> None:
         assert graphs.refusal is None
 
 
+def test_a_step_that_failed_in_its_first_run_counts_once_when_it_is_run_again() -> None:
+    counter = Counter()
+
+    def step(key: GraphKey) -> None:
+        counter.step(key)
+        if counter.runs == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    graphs = StepGraphs(
+        "count", step, [counter.output], state=[counter.total], capture=lambda s: s, limit=2
+    )
+    with pytest.raises(BackendError, match="step count 3x3 failed"):
+        graphs.run(GraphKey(3, 3))
+    graphs.run(GraphKey(3, 3))
+    assert counter.total.item() == counter.output.item() == 3
+
+
 def test_what_a_failed_step_had_made_is_free_while_requests_are_run_again() -> None:
     made: list[weakref.ref[Tensor]] = []
 
