@@ -219,7 +219,7 @@ class AsyncEngine:
             if self._engine.has_work:
                 try:
                     self._engine.step()
-                except Exception as error:
+                except BaseException as error:  # a mask may even ask the interpreter to exit
                     _log.exception("the engine's round failed")
                     self._fail(error)
             self._dispatch()
@@ -255,7 +255,7 @@ class AsyncEngine:
             except RuntimeError:  # the consumers' event loop is gone
                 self._drop([event.request_id for _, (event, _) in own])
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """A defect of ours: end every request with it instead of leaving consumers waiting."""
         self._failure = (
             error if isinstance(error, DSparkError) else EngineClosedError(repr(error))

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.errors import BackendError, first_line
+
 # Attention kernels pay for capacity, not for valid rows, so caches grow in small steps: at most this
 # factor beyond what is needed, each row being copied a constant number of times over a long context.
 GROWTH = 1.25
@@ -37,15 +39,13 @@ class CacheBuffers:
     def reserve(self, rows: int) -> bool:
         """Make room for `rows` a request; True if the arrays moved. How long a context may get is the
         caller's to decide.
+
+        Raises:
+            BackendError: there is no memory; nothing has changed.
         """
         if rows <= self.capacity_rows:
             return False
-        capacity, old = _room(rows), self.capacity_rows
-        for i, array in enumerate(self.arrays):
-            grown = np.zeros((*array.shape[:2], capacity, array.shape[3]), array.dtype)
-            grown[:, :, :old] = array
-            self.arrays[i] = grown  # one at a time: the peak is one array above the total
-        self.version += 1
+        self._move(_room(rows))
         return True
 
     def shrink(self, rows: int) -> bool:
@@ -53,10 +53,29 @@ class CacheBuffers:
         capacity = _room(max(rows, 1))
         if self.capacity_rows <= _IDLE_ROOM * capacity:
             return False
-        for i, array in enumerate(self.arrays):
-            self.arrays[i] = array[:, :, :capacity].copy()
-        self.version += 1
+        try:
+            self._move(capacity)
+        except BackendError:  # what would have been given back stays
+            return False
         return True
+
+    def _move(self, capacity: int) -> None:
+        before = self.capacity_rows
+        kept = min(before, capacity)
+        try:
+            moved = [
+                np.zeros((*array.shape[:2], capacity, array.shape[3]), array.dtype)
+                for array in self.arrays
+            ]
+        except MemoryError as error:
+            raise BackendError(
+                f"no memory for caches of {capacity} rows instead of {before}: {first_line(error)}"
+            ) from error
+        self.version += 1
+        for i, array in enumerate(moved):
+            # Memory is taken as it is written to: the peak is one array above the total.
+            array[:, :, :kept] = self.arrays[i][:, :, :kept]
+            self.arrays[i] = array
 
     def swap(self, first: int, second: int) -> None:
         for array in self.arrays:

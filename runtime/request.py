@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a caller asks of the engine, and what it gets back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
@@ -17,6 +17,7 @@ _NUMBERS = (
 )  # fmt: skip
 _WHOLE = ("top_k", "max_new_tokens", "seed", "logprobs")
 _OPTIONAL = ("seed", "logprobs")
+_MOST_WHOLE = 2**63 - 1
 _MOST = 1e30  # as good as infinite, and float32 holds sums of it
 
 _MOST_REPETITION = 1e6  # it multiplies and divides: float32 holds products of both
@@ -78,10 +79,25 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a number, got {value!r}")
         for name in _WHOLE:
             value = getattr(self, name)
-            if not isinstance(value, Integral) and (value is not None or name not in _OPTIONAL):
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, Integral):
                 raise RequestError(f"{name} must be a whole number, got {value!r}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            if name != "seed" and abs(int(value)) > _MOST_WHOLE:
+                raise RequestError(f"{name} must be at most {_MOST_WHOLE}, got {value}")
+        if not _are(str, self.stop):
             raise RequestError(f"stop must be a sequence of strings, got {self.stop!r}")
+        if self.stop_token_ids is not None and not _are(Integral, self.stop_token_ids):
+            raise RequestError(
+                f"stop_token_ids must be a sequence of whole numbers, got {self.stop_token_ids!r}"
+            )
+        if not _are(Sequence, self.logit_bias) or not all(
+            len(pair) == 2 and isinstance(pair[0], Integral) and isinstance(pair[1], Real)
+            for pair in self.logit_bias
+        ):
+            raise RequestError(
+                f"logit_bias must be pairs of a token and a number, got {self.logit_bias!r}"
+            )
 
     def _require(self, name: str, is_fine: bool, expected: str) -> None:
         value = getattr(self, name)
@@ -98,6 +114,13 @@ class SamplingParams:
             or self.logit_bias
             or self.logprobs is not None
         )
+
+
+def _are(kind: type, values: object) -> bool:
+    """Whether it is a collection of them, and no text or mapping, which can be gone through as well."""
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping):
+        return False
+    return all(isinstance(value, kind) for value in values)
 
 
 def _is_usable(value: float) -> bool:
@@ -201,6 +224,15 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {self.params!r}")
+        ids = self.prompt_ids
+        if isinstance(ids, np.ndarray):
+            object.__setattr__(self, "prompt_ids", tuple(ids.tolist()))
+        elif isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+            raise RequestError(
+                f"prompt_ids must be a tuple of whole numbers, got a {type(ids).__name__}"
+            )
+        elif not isinstance(ids, tuple):
+            object.__setattr__(self, "prompt_ids", tuple(ids))
         if not len(self.prompt_ids):
             raise RequestError("the prompt is empty: at least one token is needed")
         strange = [
@@ -208,6 +240,10 @@ class Request:
         ]
         if strange:
             raise RequestError(f"prompt_ids must be whole numbers, got a {strange[0].__name__}")
+        if self.allowed_tokens is not None and not callable(self.allowed_tokens):
+            raise RequestError(
+                f"allowed_tokens must be a function of the output so far, got {self.allowed_tokens!r}"
+            )
         if not isinstance(self.priority, Integral):
             raise RequestError(f"priority must be a whole number, got {self.priority!r}")
         if self.timeout_s is not None and not (

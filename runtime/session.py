@@ -2,6 +2,7 @@
 """`DraftSession`: drafting for hosts that own their target, their scheduler loop, or both."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -111,6 +112,7 @@ class DraftSession:
         Raises:
             RequestError: no such slot, wrong shape, non-finite taps, or no tokens for a chain drafter.
             CapacityError: beyond the positions the models were made for.
+            BackendError: the device failed; the rows are not there, and can be appended again.
         """
         self._check_slot(slot)
         rows = np.asarray(taps, np.float32)
@@ -119,8 +121,10 @@ class DraftSession:
                 f"slot {slot}: taps have shape {rows.shape}, expected [n, {self.config.tap_size}] "
                 f"({len(self.config.target_layer_ids)} layers x {self.config.target_hidden_size})"
             )
-        if start < 0:
-            raise RequestError(f"slot {slot}: start must be at least 0, got {start}")
+        if not isinstance(start, Integral) or start < 0:
+            raise RequestError(
+                f"slot {slot}: start must be a whole number of at least 0, got {start!r}"
+            )
         if not len(rows):
             return
         if not np.isfinite(rows).all():
@@ -131,20 +135,20 @@ class DraftSession:
                 "positions this bundle was exported for"
             )
         rows = self._with_tokens(slot, rows, tokens)
-        follows = start == self._rows[slot].end
-        self._rows[slot].add(start, len(rows))
-        is_last = self._rows[slot].end == start + len(rows)  # else a gap was filled
-        if is_last and self.config.chain is not None:
-            known = [self._latest[slot], rows] if follows else [rows]
-            self._latest[slot] = np.concatenate(known)[-(self.config.gamma + 1) :]
+        end = self._rows[slot].end
+        is_last = start + len(rows) >= end  # else a gap is filled
         queued = sum(map(len, self._pending[slot]))
-        if start == self._written[slot] + queued and is_last:
-            self._pending[slot].append(rows.copy())
-            if queued + len(rows) > self.config.gamma + 1:
-                self._flush(slot)
-        else:
+        if start != self._written[slot] + queued or not is_last:
             self._flush(slot)
             self._model.append(self._slot_at.index(slot), rows, start)
+        elif queued + len(rows) > self.config.gamma + 1:
+            self._flush(slot, rows)
+        else:
+            self._pending[slot].append(rows.copy())
+        self._rows[slot].add(start, len(rows))  # where a device fails, they are not there
+        if is_last and self.config.chain is not None:
+            known = [self._latest[slot], rows] if start == end else [rows]
+            self._latest[slot] = np.concatenate(known)[-(self.config.gamma + 1) :]
         self._written[slot] = min(self._written[slot], self._rows[slot].end)
 
     def propose(
@@ -304,13 +308,14 @@ class DraftSession:
                     f"snapshot has left out. Append that row again, with start={last}."
                 )
 
-    def _flush(self, slot: int) -> None:
-        """Write pending taps with the context graph: too many for a draft step, or out of order."""
-        if not self._pending[slot]:
+    def _flush(self, slot: int, *behind: Floats) -> None:
+        """Write pending taps, and those behind them, with the context graph: too many for a draft step, or out of order."""
+        waiting = [*self._pending[slot], *behind]
+        if not waiting:
             return
-        taps = np.concatenate(self._pending[slot])
-        self._pending[slot].clear()
+        taps = np.concatenate(waiting)
         self._model.append(self._slot_at.index(slot), taps, self._written[slot])
+        self._pending[slot].clear()
         self._written[slot] += len(taps)
 
     def _gather(self, slots: list[int]) -> None:

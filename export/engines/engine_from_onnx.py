@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,8 +108,7 @@ def engine_from_stripped(job: Job) -> dict[str, Any]:
     serialization = engine.create_serialization_config()
     serialization.flags &= ~(1 << int(trt.SerializationFlag.EXCLUDE_WEIGHTS))
     plan = engine.serialize_with_config(serialization)
-    with job.output.open("wb") as stream:
-        writer = _HashedFile(stream)
+    with _writing(job.output) as writer:
         writer.write(memoryview(plan).cast("B"))
     return {**writer.record(), **_cost(started)}
 
@@ -265,20 +265,42 @@ class _HashedFile:
 def _write_plan(
     trt: Any, builder: Any, network: Any, config: Any, path: Path
 ) -> dict[str, Any]:
-    """Build into a file piece by piece: a plan held in memory would cost the weights once more."""
-    with path.open("wb") as stream:
-        file = _HashedFile(stream)
+    """Build into a file piece by piece: a plan held in memory would cost the weights once more.
+
+    Raises:
+        BuildError: no engine came out, or its file cannot be written.
+    """
+    with _writing(path) as file:
+        refused: list[
+            OSError
+        ] = []  # the library does not look at what a writer raises or returns
 
         class Writer(trt.IStreamWriter):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
 
             def write(self, data: bytes) -> int:
-                return file.write(data)
+                try:
+                    return file.write(data)
+                except OSError as error:
+                    refused.append(error)
+                    return 0
 
-        if not builder.build_serialized_network_to_stream(network, config, Writer()):
+        is_built = builder.build_serialized_network_to_stream(network, config, Writer())
+        if refused:
+            raise refused[0]
+        if not is_built:
             raise BuildError("no engine came out of the builder")
     return file.record()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[_HashedFile]:
+    try:
+        with path.open("wb") as stream:
+            yield _HashedFile(stream)
+    except OSError as error:
+        raise BuildError(f"its file cannot be written: {error.strerror or error}") from error
 
 
 def _save_timing_cache(job: Job, config: Any) -> None:

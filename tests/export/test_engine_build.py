@@ -3,6 +3,7 @@
 
 import json
 import os
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +321,23 @@ def test_a_library_that_ends_the_process(bundle: Bundle) -> None:
         build_engines(plan, on_progress=end)
     assert not list(plan.engines.path.glob(".*"))
     assert read_engine_manifest(plan.engines.path).engines == {}
+
+
+def test_a_plan_that_does_not_fit_the_disk_is_no_engine(bundle: Bundle) -> None:
+    """TensorRT takes no notice of a writer that fails."""
+    plan = plan_build(bundle, replace(SMALL, graphs=("draft",)))
+    others = children()
+
+    def limit(progress: Progress) -> None:
+        if progress.fraction > 0:
+            (worker,) = children() - others
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+    with pytest.raises(
+        BuildError, match=r"graph draft .*: its file cannot be written: File too"
+    ):
+        build_engines(plan, on_progress=limit)
+    assert [file.name for file in plan.engines.path.iterdir()] == ["manifest.json"]
 
 
 def test_interruption_leaves_nothing_half_written(bundle: Bundle) -> None:

@@ -6,8 +6,10 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from dspark_trt.bundle import Bundle
+from dspark_trt.errors import BackendError
 from dspark_trt.runtime.cache import GROWTH, QUANTUM_ROWS, CacheBuffers
 from dspark_trt.runtime.session import DraftSession
 
@@ -62,6 +64,15 @@ def test_capacity_follows_what_is_held() -> None:
             copied += before
         assert rows <= caches.capacity_rows <= GROWTH * rows + QUANTUM_ROWS
     assert copied < 6 * 4000  # amortised: a constant number of copies a row
+
+
+def test_caches_without_memory_stay_what_they_were() -> None:
+    """The first array would fit, the second is larger than any machine."""
+    caches = CacheBuffers(sizes=[(1, 8), (1, 1 << 45)], requests=1, dtype="float32")
+    with pytest.raises(BackendError, match=r"^no memory for caches of 128 rows instead of 0: "):
+        caches.reserve(100)
+    assert caches.version == 0
+    assert [array.shape[2] for array in caches.arrays] == [0, 0]
 
 
 def test_shrinking_keeps_valid_rows_and_leaves_little_room_alone() -> None:

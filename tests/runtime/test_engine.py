@@ -280,6 +280,18 @@ def test_refusals(engine: Engine) -> None:
         ({"repetition_penalty": 1e-40}, "repetition_penalty must be between 1e-06 and 1e[+]06"),
         ({"repetition_penalty": 0}, "repetition_penalty must be between .*, got 0"),
         ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
+        ({"stop": None}, "stop must be a sequence of strings, got None"),
+        ({"top_k": 10**30}, "top_k must be at most 9223372036854775807, got 10000"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a sequence of whole numbers, got 5"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be .*, got 'ab'"),
+        ({"stop_token_ids": (2.5,)}, r"stop_token_ids must be .*, got \(2\.5,\)"),
+        (
+            {"logit_bias": {5: 1.0}},
+            r"logit_bias must be pairs of a token and a number, got \{5",
+        ),
+        ({"logit_bias": ((3.5, 1.0),)}, r"logit_bias must be pairs .*, got \(\(3\.5"),
+        ({"logit_bias": ((3, "x"),)}, "logit_bias must be pairs"),
+        ({"logit_bias": (3,)}, "logit_bias must be pairs"),
     ],
 )
 def test_what_would_fail_amid_a_round_is_refused(params: dict[str, Any], text: str) -> None:
@@ -298,4 +310,10 @@ def test_prompts_of_other_types() -> None:
     for timeout in ("x", 0, float("nan")):
         with pytest.raises(RequestError, match="timeout_s must be a number above 0, got"):
             Request(prompt_ids=(1,), timeout_s=timeout)  # type: ignore[arg-type]
-    assert len(Request(prompt_ids=np.arange(1, 4)).prompt_ids) == 3  # type: ignore[arg-type]
+    for prompt in (b"x", "x", None, 5, {1: 2}):
+        with pytest.raises(RequestError, match="prompt_ids must be a tuple of whole numbers"):
+            Request(prompt_ids=prompt)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"allowed_tokens must be a function .*, got 'a'"):
+        Request(prompt_ids=(1,), allowed_tokens="a")  # type: ignore[arg-type]
+    for ids in (np.arange(1, 4), [1, 2, 3]):
+        assert Request(prompt_ids=ids).prompt_ids == (1, 2, 3)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 
 from dspark_trt.bundle import Bundle
 from dspark_trt.errors import (
+    BackendError,
     CapacityError,
     EngineClosedError,
     MissingContextError,
@@ -191,8 +192,12 @@ def test_refusals_name_the_value(session: DraftSession) -> None:
         session.append(0, np.zeros((4, 5)), 0)
     with pytest.raises(RequestError, match=r"slot 3 is not one of the 3 slots"):
         session.append(3, taps_for(session, 1), 0)
-    with pytest.raises(RequestError, match="start must be at least 0, got -1"):
+    with pytest.raises(
+        RequestError, match="start must be a whole number of at least 0, got -1"
+    ):
         session.append(0, taps_for(session, 1), -1)
+    with pytest.raises(RequestError, match=r"start must be .*, got 0\.5"):
+        session.append(0, taps_for(session, 1), 0.5)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="taps from position 2 on are not finite"):
         session.append(0, taps_for(session, 1) * np.nan, 2)
     with pytest.raises(CapacityError, match="exceed the 1024 positions"):
@@ -216,6 +221,34 @@ def test_refused_calls_leave_the_slot_as_it_was(session: DraftSession) -> None:
     with pytest.raises(RequestError):
         session.append(0, taps_for(session, 3) * np.inf, 12)
     np.testing.assert_allclose(session.propose([0], [5]).logits, before, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("portion", [1, 3, 40])
+def test_rows_that_a_device_did_not_take_are_not_there(
+    session: DraftSession, portion: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taps = taps_for(session, 40)
+    session.append(0, taps, 0)
+    expected = session.propose([0], [5]).tokens
+    session.reset(0)
+    failures = 0
+    for start in range(0, 40, portion):
+        with monkeypatch.context() as patch:
+            patch.setattr(session._model, "append", _refuses)
+            try:
+                session.append(0, taps[start : start + portion], start)
+                continue  # it waits for a draft step
+            except BackendError:
+                failures += 1
+        if start:
+            assert session.snapshot(0).length == start
+        session.append(0, taps[start : start + portion], start)
+    assert failures
+    assert np.array_equal(session.propose([0], [5]).tokens, expected)
+
+
+def _refuses(*_: object) -> None:
+    raise BackendError("no memory")
 
 
 def test_contexts_up_to_the_last_position(session: DraftSession) -> None:
