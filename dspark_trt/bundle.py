@@ -210,9 +210,10 @@ def _read_manifest(path: Path) -> Bundle:
         ) from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
         raise BundleError(
             f"{path} has bundle format {version!r}, this version of dspark-trt reads {FORMAT_VERSION}. "
-            "Export the bundle again."
+            f"{'Install a newer dspark-trt, or export' if is_newer else 'Export'} the bundle again."
         )
     try:
         return _bundle_from_json(path, data)

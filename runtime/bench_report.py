@@ -211,7 +211,7 @@ def markdown(report: Report) -> str:
     )
     lines += [
         "",
-        "Milliseconds of a round, and how often the least time (measured ÷ limit):",
+        "Milliseconds of a round, and how many times the least possible it is (measured ÷ limit):",
         "",
     ]
     whole = [cell for cell in report["cells"] if is_whole(report, cell)]

@@ -107,8 +107,10 @@ class Engine:
         )
         self.metrics = EngineMetrics(self.gamma, lambda: self.planner.drift.gap())
         self.observers: list[RoundObserver] = [self.metrics.observe]
+        shares_prefixes = options.prefix_cache_bytes > 0
         if isinstance(target, HostTargetModel):
             target.serve(bundle.draft)
+            shares_prefixes = False  # it keeps its own caches
         self._rounds = Rounds(
             drafter=backend.draft_model(options.max_batch),
             target=target or backend.target_model(options.max_batch),
@@ -126,7 +128,7 @@ class Engine:
             tap_size=bundle.draft.tap_size,
             is_chain=bundle.draft.chain is not None,
             strict_margin=options.strict_margin,
-            feeds_every_request=options.prefix_cache_bytes > 0,
+            feeds_every_request=shares_prefixes,
         )
         self._has_head = bundle.draft.confidence is not ConfidenceInput.NONE
         self._why_not_launched = self._refuses_launching(backend, target)
@@ -147,7 +149,7 @@ class Engine:
         )
         self._prefixes = (
             SharedPrefixes(self._rounds, max_bytes=options.prefix_cache_bytes)
-            if options.prefix_cache_bytes
+            if shares_prefixes
             else None
         )
         self._known: dict[int, Sequence] = {}
@@ -430,6 +432,8 @@ class Engine:
                 "the drafter has no confidence head and no fitted estimator: its own probabilities "
                 f"are used as they are. Fit one: dspark-trt calibrate {self.bundle.path}"
             )
+        if self.options.prefix_cache_bytes and self._prefixes is None:
+            notes.append("no prefix cache: a host's target keeps its own caches")
         if self._codec is None:
             notes.append("no tokenizer in the bundle: token ids only")
         return notes

@@ -2,11 +2,18 @@
 """Limits and switches of one engine."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from dspark_trt.errors import RequestError
 
 # Requests: what is kept for each would fill memory before a step could run.
 _MOST_AT_A_TIME = 1 << 16
+
+_LEAST = {
+    "max_batch": 1, "max_tokens_per_step": 1, "max_waiting": 0, "max_cached_tokens": 1, "prefix_cache_bytes": 0,
+    "drafter_trained_tokens": 1, "drafter_rebase_tokens": 2,
+}  # fmt: skip
+_UNLIMITED = ("max_cached_tokens", "drafter_trained_tokens", "drafter_rebase_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +35,22 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_batch <= _MOST_AT_A_TIME:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is None and name in _UNLIMITED:
+                continue
+            if not isinstance(value, Integral) or int(value) < least:
+                raise RequestError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}"
+                )
+        if self.max_batch > _MOST_AT_A_TIME:
             raise RequestError(
-                f"max_batch must be at least 1 and at most {_MOST_AT_A_TIME}, got {self.max_batch}"
+                f"max_batch must be at most {_MOST_AT_A_TIME}, got {self.max_batch}"
             )
         if self.max_tokens_per_step < self.max_batch:
             raise RequestError(
                 f"max_tokens_per_step {self.max_tokens_per_step} must be at least max_batch "
                 f"{self.max_batch}: every active request needs one row a step"
-            )
-        if self.drafter_rebase_tokens is not None and self.drafter_rebase_tokens < 2:
-            raise RequestError(
-                f"drafter_rebase_tokens must be at least 2, got {self.drafter_rebase_tokens}"
             )
         if not 0 <= self.strict_margin < float("inf"):
             raise RequestError(f"strict_margin must be at least 0, got {self.strict_margin}")

@@ -33,6 +33,7 @@ from dspark_trt.runtime.request import Request, SamplingParams
 from dspark_trt.runtime.round_costs import RoundCosts
 from dspark_trt.runtime.round_report import RoundReport
 from dspark_trt.runtime.scheduler import Fixed, Plan, Scheduler
+from dspark_trt.runtime.targets.host import HostTargetModel
 
 Progress = Callable[[int, int], None]  # done, of how many
 Ints = NDArray[np.int64]
@@ -105,7 +106,8 @@ def profile(
     options = EngineOptions(
         max_batch=most,
         max_tokens_per_step=most * (2 + plan.lengths[-1]),
-        prefix_cache_bytes=1 << 30,  # one prompt, which all requests share
+        # One prompt, which all requests share; a host's target keeps its own caches.
+        prefix_cache_bytes=0 if isinstance(target, HostTargetModel) else 1 << 30,
     )
     samples: list[_Samples] = []
     checks: list[_Check] = []

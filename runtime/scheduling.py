@@ -113,13 +113,23 @@ def bundled_costs(
     if not path.exists():
         return None, (
             "no cost table: drafts are not trimmed by cost and drafting is never bypassed. "
-            f"Measure one: dspark-trt profile {backend.bundle.path}"
+            f"{_how_to_measure(backend, target)}"
         )
     try:
         costs = load_cost_table(path).require_origin(**cost_origin(backend, target))
         return costs.require_informative(), None
     except TableError as error:
-        return None, f"the cost table is not used: {error}"
+        reason = str(error).partition(". Measure")[0]
+        return None, f"{reason}; it is not used. {_how_to_measure(backend, target)}"
+
+
+def _how_to_measure(backend: Backend, target: TargetModel | None) -> str:
+    if target is not None:
+        return "Measure one for your target: profile of dspark_trt.runtime.profiling"
+    options = backend.options
+    threads = "" if options.threads is None else f" --threads {options.threads}"
+    others = "" if backend.name == "onnxruntime" else f" --backend {backend.name}"
+    return f"Measure one here: dspark-trt profile {backend.bundle.path}{threads}{others}"
 
 
 def beyond_measured(costs: CostModel | None, max_batch: int, bundle: Path) -> str | None:

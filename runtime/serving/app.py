@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from dspark_trt.errors import DSparkError
+from dspark_trt.errors import DSparkError, RequestError
 from dspark_trt.runtime.async_engine import AsyncEngine
 from dspark_trt.runtime.serving.access_log import AccessLog, record_of
 from dspark_trt.runtime.serving.api import api_routes
@@ -34,7 +34,12 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
 
     Raises:
         BundleError: the bundle has no tokenizer.
+        RequestError: an `Engine`, which one thread at a time may use.
     """
+    if not isinstance(engine, AsyncEngine):
+        raise RequestError(
+            f"create_app serves an AsyncEngine, got a {type(engine).__name__}: wrap it, AsyncEngine(engine)"
+        )
     settings = settings or ServerSettings()
     service = Service(engine, settings)
     keys = ApiKeys(settings.api_keys)

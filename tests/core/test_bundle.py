@@ -253,12 +253,21 @@ def test_a_file_that_cannot_be_read(bundle: Bundle) -> None:
         load_bundle(bundle.path)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
-def test_another_format_version(bundle: Bundle, version: object) -> None:
+@pytest.mark.parametrize(
+    ("version", "mend"),
+    [
+        (0, "Export"),
+        (2, "Install a newer dspark-trt, or export"),
+        ("1", "Export"),
+        (None, "Export"),
+        ([1], "Export"),
+    ],
+)
+def test_another_format_version(bundle: Bundle, version: object, mend: str) -> None:
     edit(bundle, lambda data: data.update(format_version=version))
     with pytest.raises(
         BundleError,
-        match=r"has bundle format .*, this version of dspark-trt reads 1. Export the bundle again",
+        match=rf"has bundle format .*, this version of dspark-trt reads 1\. {mend} the bundle again",
     ):
         load_bundle(bundle.path)
 

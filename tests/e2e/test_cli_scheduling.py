@@ -38,6 +38,10 @@ def test_a_profiled_bundle_is_scheduled_by_cost(bundle: Path) -> None:
     assert after.code == 0
     assert "no cost table" not in after.stderr
     assert "--max-requests 8" in after.stderr  # what `generate` may run at a time
+    others = dspark("generate", bundle, ids, "--max-new-tokens", 12, "--threads", 3)
+    note = " ".join(others.stderr.split())
+    assert "instead of '3'; it is not used. Measure one here: " in note
+    assert f"dspark-trt profile {bundle} --threads 3" in note
     assert after.stdout == before.stdout  # greedy: the scheduler changes costs, not text
 
 
@@ -80,7 +84,7 @@ def test_traces_are_recorded_and_a_bundle_calibrated_from_its_own_answers(
         ),
         (
             ("generate", "--prompt-ids=1", f"--max-batch={10**13}"),
-            "and at most 65536, got 10000000000000",
+            "max_batch must be at most 65536, got 10000000000000",
         ),
         (("profile", "--plot=/"), "cannot write /: it is a folder"),
         (("compare", "--plot=no/x.png"), "cannot write no/x.png: there is no folder no."),

@@ -300,6 +300,26 @@ def test_what_would_fail_amid_a_round_is_refused(params: dict[str, Any], text: s
         SamplingParams(**params)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_batch": 2.5}, r"max_batch must be a whole number of at least 1, got 2\.5"),
+        ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
+        ({"max_waiting": -1}, "max_waiting must be a whole number of at least 0, got -1"),
+        ({"prefix_cache_bytes": -1}, "prefix_cache_bytes must be .* of at least 0, got -1"),
+        (
+            {"max_cached_tokens": "many"},
+            "max_cached_tokens must be .* of at least 1, got 'many'",
+        ),
+        ({"drafter_rebase_tokens": 1}, "drafter_rebase_tokens must be .* at least 2, got 1"),
+        ({"max_batch": 1 << 20}, "max_batch must be at most 65536, got 1048576"),
+    ],
+)
+def test_limits_that_are_none_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        EngineOptions(**options)
+
+
 def test_prompts_of_other_types() -> None:
     with pytest.raises(RequestError, match="prompt_ids must be whole numbers, got a float"):
         Request(prompt_ids=(1, 2.5))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,12 +307,15 @@ def test_a_fork_is_told_to_open_its_own_engine(service: AsyncEngine) -> None:
     assert os.waitstatus_to_exitcode(code) == 2
 
 
-def test_a_defect_ends_every_request_instead_of_hanging(tiny_bundle: Bundle) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), SystemExit("a bug")])
+def test_a_defect_ends_every_request_instead_of_hanging(
+    tiny_bundle: Bundle, error: BaseException
+) -> None:
     target = CountingTarget(tiny_bundle)
     service = AsyncEngine(Engine.load(tiny_bundle, target=target))
 
     def broken(_: Any) -> Any:
-        raise ZeroDivisionError("a bug")
+        raise error
 
     target.step = broken  # type: ignore[method-assign, assignment]
     done = service.generate(variant(0), timeout_s=20)
@@ -391,7 +395,9 @@ def test_a_transformers_target_gives_the_same_tokens(tiny_bundle: Bundle) -> Non
     host = TransformersTarget(model.eval(), tiny_bundle.draft.target_layer_ids)
     options = EngineOptions(max_batch=3)
     target = HostTargetModel(host, max_batch=3)
-    engine = Engine.load(tiny_bundle, target=target, options=options)
+    sharing = replace(options, prefix_cache_bytes=1 << 20)
+    engine = Engine.load(tiny_bundle, target=target, options=sharing)
+    assert "no prefix cache: a host's target keeps its own caches" in engine.status()["notes"]
     requests = [
         Request(
             prompt_ids=tuple(item["prompt_ids"]),
