@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Listed
 from dataclasses import asdict
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, Self
 
@@ -244,6 +244,7 @@ class Engine:
         self._known[sequence.id] = sequence
         if sequence.deadline is not None:
             heappush(self._deadlines, (sequence.deadline, sequence.id))
+            self._forget_deadlines()
         return sequence.id
 
     def _check(self, request: Request) -> None:
@@ -520,6 +521,12 @@ class Engine:
             sequence = self._known.get(heappop(self._deadlines)[1])
             if sequence is not None and sequence.finish_reason is None:
                 self._end(sequence, FinishReason.TIMEOUT)
+
+    def _forget_deadlines(self) -> None:
+        """Of requests that ended, once they are the most: a service keeps long deadlines and short answers."""
+        if len(self._deadlines) > 64 + 2 * len(self._known):
+            self._deadlines = [each for each in self._deadlines if each[1] in self._known]
+            heapify(self._deadlines)
 
     def _admit(self) -> None:
         rounds = self._rounds

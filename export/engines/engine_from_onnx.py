@@ -271,9 +271,8 @@ def _write_plan(
         BuildError: no engine came out, or its file cannot be written.
     """
     with _writing(path) as file:
-        refused: list[
-            OSError
-        ] = []  # the library does not look at what a writer raises or returns
+        # The library does not look at what a writer raises or returns.
+        refused: list[OSError] = []
 
         class Writer(trt.IStreamWriter):  # type: ignore[misc]
             def __init__(self) -> None:

@@ -309,6 +309,16 @@ def test_deadlines_end_waiting_and_running_requests(tiny_bundle: Bundle) -> None
     assert len(waiting.token_ids) == 0
 
 
+def test_deadlines_of_requests_that_ended_are_forgotten(tiny_bundle: Bundle) -> None:
+    """A day's deadline of a short answer is not held for a day."""
+    engine = Engine.load(tiny_bundle, options=EngineOptions(max_batch=2))
+    longest = engine.submit(request([5, 6], max_new_tokens=900, timeout_s=86_400.0))
+    for _ in range(40):
+        engine.generate([request([5, 6], max_new_tokens=1, timeout_s=86_400.0)] * 10)
+    assert len(engine._deadlines) < 150
+    assert longest in [request_id for _, request_id in engine._deadlines]
+
+
 @pytest.mark.parametrize("budget", [4, 9, 33])
 def test_the_token_budget_is_never_exceeded(tiny_bundle: Bundle, budget: int) -> None:
     """Rows are counted where the backend gets them, and they are exactly Σ(1+ℓ) plus prompt chunks."""
