@@ -3,14 +3,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dspark_trt.bundle import Bundle
+from dspark_trt.bundle import Bundle, write_manifest
 from dspark_trt.runtime.traces import load_traces
 from tests.command_line import dspark
-from tests.conftest import drafter_alone
+from tests.conftest import copied, drafter_alone
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,20 @@ def test_a_profiled_bundle_is_scheduled_by_cost(bundle: Path) -> None:
     assert "instead of '3'; it is not used. Measure one here: " in note
     assert f"dspark-trt profile {bundle} --threads 3" in note
     assert after.stdout == before.stdout  # greedy: the scheduler changes costs, not text
+
+
+def test_a_bundle_without_tokenizer_asks_for_ids(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = copied(tiny_bundle, tmp_path)
+    shutil.rmtree(bundle.path / "tokenizer")
+    files = {name: record for name, record in bundle.files.items() if "tokenizer/" not in name}
+    write_manifest(replace(bundle, files=files))
+    for words, wanted in (
+        (["calibrate"], "--prompts FILE"),
+        (["generate", "--prompt", "Hello"], "--prompt-ids"),
+    ):
+        done = dspark(*words, bundle.path)
+        assert done.code == 2
+        assert f"this bundle has no tokenizer: give {wanted}" in " ".join(done.stderr.split())
 
 
 def test_traces_are_recorded_and_a_bundle_calibrated_from_its_own_answers(

@@ -22,7 +22,7 @@ from dspark_trt.config import (
     RopeConfig,
     SlotSemantics,
 )
-from dspark_trt.errors import DSparkError, RequestError, TableError
+from dspark_trt.errors import BundleError, DSparkError, RequestError, TableError
 from dspark_trt.runtime.calibration import Calibration
 from dspark_trt.runtime.cost_table import CostTable
 from dspark_trt.runtime.traces import load_traces, models_of
@@ -126,7 +126,9 @@ def test_calibrate_refuses_what_does_not_fit(tmp_path: Path) -> None:
     bundle = _bundle(tmp_path / "bundle", gamma=5)
     with pytest.raises(RequestError, match=r"rounds of 7 drafted tokens, .* drafts 5"):
         _run(calibrate.command, str(bundle), "--traces", str(_TRACES))
-    with pytest.raises(RequestError, match="no tokenizer: give --prompts FILE"):
+    with pytest.raises(
+        BundleError, match=r"bundle has no target\. Export it again with --target"
+    ):
         _run(calibrate.command, str(bundle))
     with pytest.raises(RequestError, match="'best' is unknown; expected sts, affine, auto"):
         _run(calibrate.command, str(bundle), "--method", "best")
