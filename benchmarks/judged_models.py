@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run from a checkout, installed or not
-
 from eager import EagerPair
 
 from dspark_trt.bundle import Bundle, load_bundle

@@ -49,7 +49,14 @@ class OutputError(DSparkError, OSError):
 
 
 class TableError(DSparkError):
-    """A cost table, calibration or trace file is degenerate, foreign, or malformed."""
+    """A cost table, calibration or trace file is degenerate, foreign, or malformed.
+
+    `reason` is the message without `mend`, for whoever knows a better one.
+    """
+
+    def __init__(self, reason: str, mend: str = "") -> None:
+        super().__init__(f"{reason}. {mend}" if mend else reason)
+        self.reason, self.mend = reason, mend
 
 
 class EngineClosedError(DSparkError):

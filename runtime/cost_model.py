@@ -75,15 +75,15 @@ class CostModel(ABC):
         """Raise TableError if the costs are not those that were saved; return them otherwise."""
         if recorded != self.fingerprint:
             raise TableError(
-                "the cost table was edited after it was measured (its fingerprint differs). "
-                "Measure it again: dspark-trt profile BUNDLE"
+                "the cost table was edited after it was measured (its fingerprint differs)",
+                "Measure it again: dspark-trt profile BUNDLE",
             )
         return self
 
     def require_informative(self) -> Self:
         """Raise TableError for costs that are flat or a single point; return them otherwise."""
         if self.flaw:
-            raise TableError(f"{self.flaw}. Measure more sizes: dspark-trt profile BUNDLE")
+            raise TableError(self.flaw, "Measure more sizes: dspark-trt profile BUNDLE")
         return self
 
     def require_origin(self, **expected: str) -> Self:
@@ -95,8 +95,8 @@ class CostModel(ABC):
         ]
         if foreign:
             raise TableError(
-                f"the cost table is foreign: {', '.join(foreign)}. "
-                "Measure this machine: dspark-trt profile BUNDLE"
+                f"the cost table is foreign: {', '.join(foreign)}",
+                "Measure this machine: dspark-trt profile BUNDLE",
             )
         return self
 

@@ -67,8 +67,8 @@ def load_cost_table(path: Path, *, graph_requests: int | None = None) -> CostMod
         AttributeError,
         ArithmeticError,
     ) as error:
-        reason = error if isinstance(error, TableError) else repr(error)
-        raise TableError(f"cost table {path} is malformed: {reason}") from error
+        said = error if isinstance(error, TableError) else TableError(repr(error))
+        raise TableError(f"cost table {path} is malformed: {said.reason}", said.mend) from error
     raise TableError(
         f"{path} is no cost table: expected format {round_costs.FORMAT!r}, {cost_table.FORMAT!r} or one of {', '.join(readers)}, "
         f"got keys {sorted(data)}"

@@ -119,8 +119,7 @@ def bundled_costs(
         costs = load_cost_table(path).require_origin(**cost_origin(backend, target))
         return costs.require_informative(), None
     except TableError as error:
-        reason = str(error).partition(". Measure")[0]
-        return None, f"{reason}; it is not used. {_how_to_measure(backend, target)}"
+        return None, f"{error.reason}; it is not used. {_how_to_measure(backend, target)}"
 
 
 def _how_to_measure(backend: Backend, target: TargetModel | None) -> str:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -82,15 +83,22 @@ def copied(bundle: Bundle, folder: Path) -> Bundle:
     return load_bundle(shutil.copytree(bundle.path, folder / "bundle"), verify_hashes=False)
 
 
+def copied_without(bundle: Bundle, folder: Path, *beginnings: str, **changes: Any) -> Bundle:
+    """Without the files whose names begin so; `changes` are those of its manifest."""
+    copy = copied(bundle, folder)
+    left_out = [name for name in copy.files if name.startswith(beginnings)]
+    for name in left_out:
+        (copy.path / name).unlink()
+    files = {name: record for name, record in copy.files.items() if name not in left_out}
+    write_manifest(replace(copy, files=files, **changes))
+    return load_bundle(copy.path, verify_hashes=False)
+
+
 def drafter_alone(bundle: Bundle, folder: Path) -> Bundle:
     """As it is exported without `--target`: no target's graph, no tokenizer."""
-    copy = copied(bundle, folder)
-    theirs = [name for name in copy.files if name.startswith(("target", "tokenizer/"))]
-    for name in theirs:
-        (copy.path / name).unlink()
-    files = {name: record for name, record in copy.files.items() if name not in theirs}
-    write_manifest(replace(copy, target=None, target_source=None, files=files))
-    return load_bundle(copy.path, verify_hashes=False)
+    return copied_without(
+        bundle, folder, "target", "tokenizer/", target=None, target_source=None
+    )
 
 
 @pytest.fixture(scope="session")

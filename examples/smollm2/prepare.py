@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dspark_trt.checkpoint import read_target
-from dspark_trt.errors import CheckpointError, DSparkError
+from dspark_trt.errors import CheckpointError, DSparkError, first_line
 from dspark_trt.files import new_directory, sha256_of_file
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -84,7 +84,7 @@ def _from_hub(folder: Path, report: Report) -> None:
             etag_timeout=HUB_TIMEOUT_S,
         )
     except Exception as error:  # its HTTP library has errors of its own
-        raise _Unreachable(f"the hub gives nothing ({_first_line(error)})") from error
+        raise _Unreachable(f"the hub gives nothing ({first_line(error)})") from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # its bookkeeping
 
 
@@ -180,11 +180,6 @@ def progress_bar(console: Console) -> Iterator[Report]:
             bars.update(task, **fields)
 
         yield report
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def main() -> None:

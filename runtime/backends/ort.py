@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from operator import add, is_
+from operator import add, attrgetter, is_
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +310,7 @@ class OrtDraftModel(_CachedModel):
 
 _NEW_EVERY_STEP = ("token_ids", "positions")
 _OF_THE_SHAPE = ("pad_index", "unpad_index", "logit_rows", "context_len")
+_of_the_shape = attrgetter(*_OF_THE_SHAPE)
 
 
 class OrtTargetModel(_CachedModel):
@@ -339,9 +340,7 @@ class OrtTargetModel(_CachedModel):
         self._bind_caches(graph, slice(0, rows.batch))
         for name in _NEW_EVERY_STEP:
             graph.feed(name, getattr(rows, name))
-        graph.bind_group(
-            _OF_THE_SHAPE, (rows.pad_index, rows.unpad_index, rows.logit_rows, rows.context_len)
-        )
+        graph.bind_group(_OF_THE_SHAPE, _of_the_shape(rows))
         outputs = self._places(len(rows.logit_rows), len(rows.token_ids))
         graph.bind(outputs.items())
         graph.run()
@@ -363,8 +362,8 @@ class OrtTargetModel(_CachedModel):
         _return_memory()
 
 
-_LOGITS = ("target_logits", "offsets", "draft_tokens")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "uniforms", "draft_temperature")
+_LOGITS = VerifyInputs._fields[:3]
+_SAMPLING = (*VerifyInputs._fields[4:9], "draft_temperature")
 
 
 class OrtVerifier:

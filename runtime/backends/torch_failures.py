@@ -14,21 +14,28 @@ R = TypeVar("R")
 
 
 def fails_alone(call: Callable[P, R]) -> Callable[P, R]:
-    """A call after whose failure others can be made: it raises BackendError where torch raises RuntimeError.
-
-    Errors of the accelerator itself, such as an illegal access, pass as they are: no later call works either.
-    """
+    """`call_alone` under the name of the function."""
 
     @wraps(call)
     def reporting(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return call(*args, **kwargs)
-        except torch.AcceleratorError:
-            raise
-        except RuntimeError as error:
-            raise BackendError(f"{call.__name__} failed: {first_line(error)}") from bare(error)
+        return call_alone(call.__name__, call, *args, **kwargs)
 
     return reporting
+
+
+def call_alone(name: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """A call after whose failure others can be made.
+
+    Raises:
+        BackendError: torch raised RuntimeError. Errors of the accelerator itself, such as an illegal access, pass as
+            they are: no later call works either.
+    """
+    try:
+        return call(*args, **kwargs)
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError as error:
+        raise BackendError(f"{name} failed: {first_line(error)}") from bare(error)
 
 
 def bare(error: RuntimeError) -> RuntimeError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark_trt.errors import BackendError, first_line
-from dspark_trt.runtime.backends.torch_failures import bare
+from dspark_trt.runtime.backends.torch_failures import call_alone
 from dspark_trt.runtime.cuda_graphs.buckets import GraphKey, RecentGraphs
 
 _log = logging.getLogger(__name__)
@@ -59,13 +59,8 @@ class StepGraphs:
             BackendError: torch failed, for want of memory as a rule; the step can be run again.
         """
         named = f"{self.name} {key.batch}x{key.rows}"
-        try:
-            with self._named(named):
-                self._run(key, version)
-        except torch.AcceleratorError:
-            raise
-        except RuntimeError as error:
-            raise BackendError(f"step {named} failed: {first_line(error)}") from bare(error)
+        with self._named(named):
+            call_alone(f"step {named}", self._run, key, version)
 
     def _run(self, key: GraphKey, version: int) -> None:
         if self._capture is None or self.refusal is not None:

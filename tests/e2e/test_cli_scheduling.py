@@ -3,15 +3,14 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dspark_trt.bundle import Bundle, write_manifest
+from dspark_trt.bundle import Bundle
 from dspark_trt.runtime.traces import load_traces
 from tests.command_line import dspark
-from tests.conftest import copied, drafter_alone
+from tests.conftest import copied_without, drafter_alone
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +46,7 @@ def test_a_profiled_bundle_is_scheduled_by_cost(bundle: Path) -> None:
 
 
 def test_a_bundle_without_tokenizer_asks_for_ids(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    bundle = copied(tiny_bundle, tmp_path)
-    shutil.rmtree(bundle.path / "tokenizer")
-    files = {name: record for name, record in bundle.files.items() if "tokenizer/" not in name}
-    write_manifest(replace(bundle, files=files))
+    bundle = copied_without(tiny_bundle, tmp_path, "tokenizer/")
     for words, wanted in (
         (["calibrate"], "--prompts FILE"),
         (["generate", "--prompt", "Hello"], "--prompt-ids"),

@@ -45,6 +45,15 @@ def request(
 def generate(
     bundle: Bundle, requests: list[Request], backend: str = "torch", **options: int
 ) -> list[Completion]:
+    done = run(bundle, requests, backend, **options)
+    assert all(c.error is None for c in done)
+    return done
+
+
+def run(
+    bundle: Bundle, requests: list[Request], backend: str = "torch", **options: int
+) -> list[Completion]:
+    """Whatever becomes of the requests, the engine stays whole."""
     engine = Engine.load(
         bundle,
         backend=backend,
@@ -54,7 +63,6 @@ def generate(
     with engine:
         done = engine.generate(requests)
         engine.check_integrity()
-    assert all(c.error is None for c in done)
     return done
 
 
@@ -370,12 +378,7 @@ def test_one_request_without_memory_ends_alone(
         return grow(self, size)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    options = EngineOptions(max_batch=4, max_tokens_per_step=512)
-    with Engine.load(
-        tiny_bundle, backend="torch", backend_options=CPU, options=options
-    ) as engine:
-        done = engine.generate(asked)
-        engine.check_integrity()
+    done = run(tiny_bundle, asked, max_batch=4, max_tokens_per_step=512)
     assert refused
     assert (done.pop(1).error or "").endswith("no memory is left")
     for one, other in zip(done, expected, strict=True):
@@ -477,20 +480,15 @@ def test_a_prompt_without_memory_ends_alone(
     asked = [request(seed, temperature=seed / 2) for seed in range(3)]
     expected = generate(tiny_bundle, asked)
     asked.insert(1, replace(asked[0], prompt_ids=(1, *range(3, 400))))
-    run = getattr(ModuleSteps, call)
+    step = getattr(ModuleSteps, call)
 
     def without_memory(steps: ModuleSteps, *args: object) -> object:
         if any(len(each) > 300 for each in map(_rows, args)):
             raise torch.OutOfMemoryError("no memory is left\nand pages of advice")
-        return run(steps, *args)
+        return step(steps, *args)
 
     monkeypatch.setattr(ModuleSteps, call, without_memory)
-    options = EngineOptions(max_batch=4, max_tokens_per_step=512)
-    with Engine.load(
-        tiny_bundle, backend="torch", backend_options=CPU, options=options
-    ) as engine:
-        done = engine.generate(asked)
-        engine.check_integrity()
+    done = run(tiny_bundle, asked, max_batch=4, max_tokens_per_step=512)
     assert (done.pop(1).error or "").endswith("no memory is left")
     assert [one.token_ids for one in done] == [other.token_ids for other in expected]
 
@@ -508,14 +506,14 @@ def test_a_prefix_without_memory_fails_nobody_else(
     prompt = (1, *range(3, 40))
     asked = [replace(request(seed, temperature=0.7), prompt_ids=prompt) for seed in range(4)]
     expected = generate(tiny_bundle, asked, max_batch=1)
-    run = getattr(DeviceCaches, call)
+    copy = getattr(DeviceCaches, call)
     failed: list[str] = []
 
     def without_memory(caches: DeviceCaches, *args: object) -> object:
         if not failed:
             failed.append(call)
             raise torch.OutOfMemoryError("no memory is left")
-        return run(caches, *args)
+        return copy(caches, *args)
 
     monkeypatch.setattr(DeviceCaches, call, without_memory)
     options = EngineOptions(max_batch=2, prefix_cache_bytes=1 << 24)
